@@ -1,0 +1,1 @@
+"""Sequences in time: scheduler, layer pipeline, sampling."""

@@ -1,0 +1,1 @@
+"""One network: config, tensor names, the layer graph, its state."""

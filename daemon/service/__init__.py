@@ -1,0 +1,1 @@
+"""What makes a process a service: settings, limits, notification, logging, metrics."""

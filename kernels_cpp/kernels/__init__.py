@@ -1,0 +1,1 @@
+"""Arithmetic on arrays: the compiled kernels and nothing else."""
