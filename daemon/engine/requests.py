@@ -121,7 +121,20 @@ class EngineClient(Protocol):
         """Queue a request. Raises QueueFull, ContextExceeded or BudgetError (state could never fit) at once."""
 
     def status(self) -> dict[str, object]:
-        """A JSON-ready snapshot for /v1/status: queue, running requests with progress, rates, memory, io."""
+        """A JSON-ready snapshot for /v1/status, all keys always present:
+
+        state: "loading" | "ready" | "draining" | "failed"
+        queue: {waiting, running, max_queue, max_sequences}
+        requests: [{id, phase: "queued" | "prefill" | "decode", prompt_tokens, prompt_done, generated,
+            max_tokens, priority, seconds, tokens_per_second}]
+        rates: {prefill_tokens_per_second, decode_tokens_per_second, pass_seconds}
+        tokens: {prompt, generated}   totals since start
+        memory: {plan: {term: bytes}, plan_bytes, limit_bytes, rss_bytes, peak_rss_bytes}
+        io: {backend, drives: [{name, reads, bytes, busy_seconds, in_flight}],
+            trunk: {pinned_bytes, ring_bytes, streamed_bytes},
+            experts: {hits, misses, bytes_read, cached, capacity_bytes},
+            prediction: {hinted, used, wasted_bytes}}
+        """
 
     @property
     def ready(self) -> bool:

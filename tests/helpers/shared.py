@@ -14,5 +14,6 @@ def shared_path(relative: str) -> Path:
     """The file or folder `relative` below the shared data; skips the calling test, saying so, where it is absent."""
     path = SHARED / relative
     if not path.exists():
-        pytest.skip(f"shared data absent: {path} (set SLUICE_SHARED to the folder that holds it)", allow_module_level=True)
+        reason = f"shared data absent: {path} (set SLUICE_SHARED to the folder that holds it)"
+        pytest.skip(reason, allow_module_level=True)
     return path
