@@ -252,7 +252,12 @@ def test_status_tells_phases_and_queue():
 
 async def test_the_loop_client_streams_and_cancels():
     with Engine(FakeNetwork(), limits()) as engine:
-        client = LoopClient(engine, lambda: {"memory": {}, "io": {}})
+        client = LoopClient(engine.vocab_size, engine.limits)
+        assert not client.ready
+        assert client.status()["state"] == "loading"
+        with pytest.raises(SluiceError, match="loading"):
+            client.submit(GenerationRequest((1, 2, 3), 5, GREEDY))
+        client.attach(engine, lambda: {"memory": {}, "io": {}})
         assert client.ready
         generation = client.submit(GenerationRequest((1, 2, 3), 5, GREEDY))
         tokens = [e.id async for e in generation.events() if isinstance(e, Token)]
@@ -270,7 +275,8 @@ async def test_the_loop_client_raises_the_error_in_place_of_the_rest():
     network = FakeNetwork()
     network.fail[7] = SluiceError("no")
     with Engine(network, limits()) as engine:
-        client = LoopClient(engine, dict)
+        client = LoopClient(engine.vocab_size, engine.limits)
+        client.attach(engine, dict)
         with pytest.raises(SluiceError, match="no"):
             async for _ in client.submit(GenerationRequest((7,), 5, GREEDY)).events():
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from sluice.daemon.engine.engine import Engine
+from sluice.daemon.engine.engine import Engine, EngineLimits, idle_status
 from sluice.daemon.engine.requests import Event, Generation, GenerationRequest
 from sluice.daemon.engine.sequence import Sequence
 from sluice.io.errors import SluiceError
@@ -42,21 +42,39 @@ class LoopGeneration:
 
 
 class LoopClient:
-    """`EngineClient` over a running engine. `more_status` adds the parts of the status the engine does not
-    know: memory and io."""
+    """`EngineClient` over an engine that may not be there yet: while loading, requests are refused and the
+    status says so; `attach` makes it ready. vocab_size and context are known from the headers."""
 
-    def __init__(self, engine: Engine, more_status: Callable[[], dict[str, object]]) -> None:
-        self.vocab_size = engine.vocab_size
-        self.context = engine.limits.context
-        self._engine = engine
-        self._more_status = more_status
+    def __init__(self, vocab_size: int, limits: EngineLimits) -> None:
+        self.vocab_size = vocab_size
+        self.context = limits.context
+        self._limits = limits
+        self._engine: Engine | None = None
+        self._more_status: Callable[[], dict[str, object]] = _nothing_yet
+
+    def attach(self, engine: Engine, more_status: Callable[[], dict[str, object]]) -> None:
+        """Serve requests from here on. more_status adds what the engine does not know: memory and io."""
+        self._engine, self._more_status = engine, more_status
 
     def submit(self, request: GenerationRequest) -> Generation:
+        if self._engine is None:
+            raise StillLoading("the model is still loading")
         return LoopGeneration(self._engine, request)
 
     def status(self) -> dict[str, object]:
-        return self._engine.status() | self._more_status()
+        snapshot = idle_status(self._limits) if self._engine is None else self._engine.status()
+        return snapshot | self._more_status()
 
     @property
     def ready(self) -> bool:
-        return self._engine.status()["state"] == "ready"
+        return self._engine is not None and self._engine.accepting
+
+
+class StillLoading(SluiceError):
+    """Nothing is wrong; it takes time."""
+
+    http_status = 503
+
+
+def _nothing_yet() -> dict[str, object]:
+    return {"memory": {}, "io": {}}

@@ -83,11 +83,14 @@ class Engine:
         network: ForwardNetwork,
         limits: EngineLimits,
         *,
+        on_logits: Callable[[int, NDArray[np.float32]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """on_logits(sequence number, row) sees every row that chooses a token, on the engine's thread."""
         self.limits = limits
         self.vocab_size = network.vocab_size
         self._network = network
+        self._on_logits = on_logits
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting = WaitingLine(limits.max_queue)
@@ -99,7 +102,7 @@ class Engine:
         self._rates = Rates()
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._passes = 0
+        self._layers_done = 0
         self._thread = threading.Thread(target=self._run, name="sluice-engine", daemon=True)
 
     # --- from any thread -------------------------------------------------------------------------------------
@@ -125,14 +128,25 @@ class Engine:
             self._draining = True
 
     @property
+    def accepting(self) -> bool:
+        """Whether new requests are taken."""
+        return not (self._stopping or self._draining)
+
+    @property
+    def active(self) -> int:
+        """Requests running or waiting."""
+        with self._wake:
+            return len(self._running) + len(self._waiting)
+
+    @property
     def idle(self) -> bool:
         with self._wake:
             return not self._running and not len(self._waiting)
 
     @property
-    def passes(self) -> int:
-        """Passes begun since start."""
-        return self._passes
+    def layers_done(self) -> int:
+        """Layers computed since start: what a watchdog takes for progress."""
+        return self._layers_done
 
     def submit(self, request: GenerationRequest, sink: Sink) -> Sequence:
         """Queue a request whose events go to `sink` on the engine's thread.
@@ -169,14 +183,9 @@ class Engine:
         with self._wake:
             waiting, running = self._waiting.in_order(), list(self._running)
             state = "draining" if self._draining or self._stopping else "ready"
-        return {
+        return idle_status(self.limits) | {
             "state": state,
-            "queue": {
-                "waiting": len(waiting),
-                "running": len(running),
-                "max_queue": self.limits.max_queue,
-                "max_sequences": self.limits.max_sequences,
-            },
+            "queue": _queue(self.limits, len(waiting), len(running)),
             "requests": [_describe(s, now) for s in running + waiting],
             "rates": {
                 "prefill_tokens_per_second": self._rates.prefill_tokens_per_second,
@@ -252,7 +261,6 @@ class Engine:
     def _one_pass(self) -> None:
         slices = plan_pass(self._running, self.limits.prefill_chunk, self.limits.prefill_share)
         segments = [self._segment(part) for part in slices]
-        self._passes += 1
         began = self._clock()
         try:
             result = self._network.forward(segments, self._layer_watch(slices, began))
@@ -278,6 +286,7 @@ class Engine:
 
         def on_layer(layer: int) -> list[int]:
             nonlocal told_at
+            self._layers_done += 1
             now = self._clock()
             if now - told_at >= PROGRESS_EVERY_SECONDS:
                 told_at = now
@@ -318,6 +327,8 @@ class Engine:
             if not complete:
                 return
         assert row is not None
+        if self._on_logits is not None:
+            self._on_logits(sequence.number, row)
         try:
             finished = sequence.take_logits(row, self._clock())
         except Exception as bug:
@@ -343,6 +354,26 @@ class Engine:
         if error is not None:
             sequence.tell(error)
         sequence.tell(None)
+
+
+def idle_status(limits: EngineLimits) -> dict[str, object]:
+    """What the status says before there is an engine: everything at rest."""
+    return {
+        "state": "loading",
+        "queue": _queue(limits, 0, 0),
+        "requests": [],
+        "rates": {"prefill_tokens_per_second": 0.0, "decode_tokens_per_second": 0.0, "pass_seconds": 0.0},
+        "tokens": {"prompt": 0, "generated": 0},
+    }
+
+
+def _queue(limits: EngineLimits, waiting: int, running: int) -> dict[str, int]:
+    return {
+        "waiting": waiting,
+        "running": running,
+        "max_queue": limits.max_queue,
+        "max_sequences": limits.max_sequences,
+    }
 
 
 class _ShuttingDown(SluiceError):
