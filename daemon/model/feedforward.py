@@ -1,0 +1,167 @@
+"""The feed-forward part: the dense MLP (specification 3.7) and the mixture of experts, latent or plain (3.8).
+
+Experts are computed in the order in which they arrive, each into its own slot; their sum is taken afterwards in
+router order, so that what was cached never changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice import kernels
+from sluice.daemon.model.config import ModelConfig
+from sluice.daemon.model.scratch import F32, I32, FfnBuffers
+from sluice.daemon.model.weights import GatedMlp, Linear, MoeWeights
+from sluice.io.errors import SluiceError, StorageError, StoreError
+from sluice.io.experts import Acquisition, Expert, ExpertSource
+
+Activation = kernels.Situ | kernels.Silu
+RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
+"""Told which rows of the pass are lost and why; the pass goes on for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where one expert is wanted: rows of z it reads, slots it fills. Both (n,) int32."""
+
+    rows: I32
+    slots: I32
+
+
+def activation(c: ModelConfig) -> Activation:
+    return kernels.Situ(c.situ_beta, c.situ_linear_beta) if c.hidden_act == "situ" else kernels.SILU
+
+
+def gated_mlp(w: GatedMlp, act: Activation, linear: Linear, x: F32, gate: F32, up: F32, out: F32) -> None:
+    """y = W_down act(W_gate x, W_up x). x, out: (T, hidden); gate, up: (T, inner), scratch."""
+    linear(x, w.gate_proj, gate)
+    linear(x, w.up_proj, up)
+    kernels.glu(gate, up, act, gate)
+    linear(gate, w.down_proj, out)
+
+
+def moe(
+    c: ModelConfig,
+    layer: int,
+    w: MoeWeights,
+    act: Activation,
+    linear: Linear,
+    experts: ExpertSource,
+    x: F32,
+    b: FfnBuffers,
+    ids: I32,
+    out: F32,
+    rows_failed: RowsFailed,
+) -> None:
+    """A mixture layer. x: (T, hidden), normalised; out: (T, hidden). ids: (T, chosen) int32, written: the routing.
+
+    A row whose router logits are not finite, or one of whose experts cannot be read, is handed to `rows_failed`
+    and comes out as rubbish; every other row is what it would have been. Raises StorageError when a read fails
+    that all rows need.
+    """
+    # ℓ = W_r x; sel = top-k of σ(ℓ) + bias; w_e = σ(ℓ)_e / Σ_sel σ(ℓ) · scaling
+    linear(x, w.router, b.logits)
+    _route(c, layer, w, b, ids, rows_failed)
+    wanted = _group(ids)
+    with experts.acquire(layer, list(wanted)) as arriving:
+        # what needs no expert, while the first ones are being read
+        if w.down_proj is None:
+            z = x
+        else:
+            linear(x, w.down_proj, b.z)
+            z = b.z
+        if w.shared is not None:
+            gated_mlp(w.shared, act, linear, x, b.shared_gate, b.shared_up, b.shared)
+        lost = _compute(layer, arriving, wanted, act, z, b.slots, ids, rows_failed)
+    while lost:  # an expert could not be read: whoever needs it is out, and the others go on
+        with experts.acquire(layer, list(wanted)) as arriving:
+            lost = _compute(layer, arriving, wanted, act, z, b.slots, ids, rows_failed)
+    # u = Σ_{e in sel} w_e · expert_e(z), in router order
+    if w.up_proj is None:
+        kernels.combine(b.answers, b.weights, out)
+    else:
+        kernels.combine(b.answers, b.weights, b.u)
+        if w.norm is not None:
+            kernels.rmsnorm(b.u, w.norm, c.rms_norm_eps, b.u)
+        linear(b.u, w.up_proj, out)
+    # y = r + h
+    if w.shared is not None:
+        np.add(out, b.shared, out=out)
+
+
+def _route(c: ModelConfig, layer: int, w: MoeWeights, b: FfnBuffers, ids: I32, rows_failed: RowsFailed) -> None:
+    """Fill ids and b.weights. Rows with a logit that is not finite are failed and routed as if all were 0."""
+    chosen, weights = c.num_experts_per_token, b.weights
+    if kernels.route(b.logits, w.bias, chosen, c.renormalize, c.routed_scaling_factor, ids, weights):
+        return
+    bad = np.flatnonzero(~np.isfinite(b.logits).all(axis=1))
+    rows_failed(bad, StoreError(f"numbers in layer {layer} are not finite before the router"))
+    b.logits[bad] = 0
+    if not kernels.route(b.logits, w.bias, chosen, c.renormalize, c.routed_scaling_factor, ids, weights):
+        raise StoreError(f"the router's correction bias in layer {layer} is not finite; the checkpoint is damaged")
+
+
+def _group(ids: I32) -> dict[int, Wanted]:
+    """Who wants which expert. Keys in router order over rows: the first row's best first, each expert once."""
+    if len(ids) == 1:
+        return {e: Wanted(_ROW_0, _slot(i)) for i, e in enumerate(ids[0].tolist())}
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    ends = np.flatnonzero(np.diff(flat[order])) + 1
+    groups = np.split(order, ends)
+    groups.sort(key=lambda slots: slots[0])
+    chosen = ids.shape[1]
+    return {int(flat[slots[0]]): Wanted(slots // chosen, slots) for slots in groups}
+
+
+_ROW_0 = np.zeros(1, np.int32)
+_SLOTS: list[I32] = []
+
+
+def _slot(i: int) -> I32:
+    while len(_SLOTS) <= i:
+        _SLOTS.append(np.array([len(_SLOTS)], np.int32))
+    return _SLOTS[i]
+
+
+def _compute(
+    layer: int,
+    arriving: Acquisition,
+    wanted: dict[int, Wanted],
+    act: Activation,
+    z: F32,
+    slots: F32,
+    ids: I32,
+    rows_failed: RowsFailed,
+) -> bool:
+    """Take every expert as it arrives and out of `wanted`. Returns True when one could not be read and others are
+    left: its rows are failed by then, and experts that only those rows wanted are out of `wanted`."""
+    try:
+        for expert in arriving.as_they_arrive():
+            at = wanted.pop(expert.id)
+            w1, w2, w3 = _matrices(expert)
+            kernels.expert_mlp(z, at.rows, w1, w3, w2, act, slots, at.slots)
+    except StorageError as error:
+        failed = wanted.pop(error.expert, None) if error.expert is not None else None
+        if failed is None or error.layer not in (layer, None):
+            raise
+        rows_failed(failed.rows.astype(np.intp), error)
+        for expert_id in [e for e, at in wanted.items() if np.isin(at.rows, failed.rows).all()]:
+            del wanted[expert_id]
+    return bool(wanted)
+
+
+def _matrices(expert: Expert) -> tuple[kernels.Weight, kernels.Weight, kernels.Weight]:
+    """w1, w2, w3 as kernels take them: MXFP4 iff the parts are packed."""
+    parts = expert.parts
+    if "w1.weight" in parts:
+        return parts["w1.weight"], parts["w2.weight"], parts["w3.weight"]
+    return (
+        kernels.Mxfp4(parts["w1.weight_packed"], parts["w1.weight_scale"]),
+        kernels.Mxfp4(parts["w2.weight_packed"], parts["w2.weight_scale"]),
+        kernels.Mxfp4(parts["w3.weight_packed"], parts["w3.weight_scale"]),
+    )
