@@ -1,0 +1,319 @@
+#include "driver.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "pool.hpp"
+
+namespace sluice {
+namespace driver {
+namespace {
+
+int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Below this many multiply-adds (or elements times their weight) waking threads costs more than they help.
+constexpr int64_t kAlone = 1 << 16;
+constexpr int64_t kPieceWork = 1 << 19;
+
+template <class F>
+Pool::Phase phase(int64_t pieces, F& f) {
+  return {pieces, [](void* c, int64_t piece, int worker) { (*static_cast<F*>(c))(piece, worker); }, &f};
+}
+
+// f(begin, end, worker) over [0, n), `work` units an item; pieces are multiples of `unit` items.
+struct Split {
+  int64_t n, grain, pieces;
+  bool alone;
+  Split(int64_t n, int64_t work, int64_t unit, int threads) : n(n) {
+    int64_t total = n * std::max<int64_t>(work, 1);
+    int64_t wanted = std::max<int64_t>(1, std::min(kPieceWork / std::max<int64_t>(work, 1), ceil_div(n, 4 * threads)));
+    grain = ceil_div(wanted, unit) * unit;
+    pieces = ceil_div(n, grain);
+    alone = total < kAlone || threads == 1;
+  }
+};
+
+template <class F>
+void spread(int64_t n, int64_t work, int64_t unit, F f) {
+  if (n <= 0) return;
+  Pool::Lease lease;
+  Split s(n, work, unit, lease.pool().size());
+  auto piece = [&](int64_t p, int worker) { f(p * s.grain, std::min(n, (p + 1) * s.grain), worker); };
+  Pool::Phase ph = phase(s.pieces, piece);
+  lease.pool().run(&ph, 1, s.alone ? 1 : 0);
+}
+
+constexpr int kRowUnit = 6;  // divides into the units' own row groups, so that no piece ends in a lone row
+
+enum Slot : int { kPrepared, kHidden, kUp, kPreparedHidden, kSmall };
+
+}  // namespace
+
+void matmul(const float* x, int64_t tokens, const Matrix& w, float* out) {
+  const Ops& o = ops();
+  for (int64_t t0 = 0; t0 < tokens; t0 += kMaxTokens) {
+    int64_t n = std::min(kMaxTokens, tokens - t0);
+    Pool::Lease lease;
+    Pool& pool = lease.pool();
+    float* prepared = pool.shared(kPrepared, n * padded(w.cols));
+    pool.reserve_workers(o.product_scratch(n) + 64);
+    const float* in[kMaxTokens];
+    float* to[kMaxTokens];
+    for (int64_t t = 0; t < n; ++t) in[t] = x + (t0 + t) * w.cols, to[t] = out + (t0 + t) * w.rows;
+    Split rows(w.rows, w.cols * n, kRowUnit, pool.size());
+    auto prepare = [&](int64_t b, int) { o.prepare(in, n, w.cols, w.kind, b, b + 1, prepared); };
+    auto product = [&](int64_t p, int worker) {
+      o.product(prepared, n, &w, p * rows.grain, std::min(w.rows, (p + 1) * rows.grain), to, pool.worker(worker, 0));
+    };
+    Pool::Phase phases[] = {phase(ceil_div(n, o.token_block), prepare), phase(rows.pieces, product)};
+    if (n == 1) {
+      prepare(0, 0);
+      pool.run(phases + 1, 1, rows.alone ? 1 : 0);
+    } else {
+      pool.run(phases, 2, rows.alone ? 1 : 0);
+    }
+  }
+}
+
+void mlp(const float* x, const int32_t* rows, int64_t total, const Matrix& w_gate, const Matrix& w_up,
+         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids) {
+  const Ops& o = ops();
+  int64_t inner = w_gate.rows;
+  for (int64_t t0 = 0; t0 < total; t0 += kMaxTokens) {
+    int64_t n = std::min(kMaxTokens, total - t0);
+    Pool::Lease lease;
+    Pool& pool = lease.pool();
+    float* prepared = pool.shared(kPrepared, n * padded(w_gate.cols));
+    float* hidden = pool.shared(kHidden, n * inner);
+    float* up = pool.shared(kUp, n * inner);
+    float* prepared_hidden = pool.shared(kPreparedHidden, n * padded(inner));
+    pool.reserve_workers(o.product_scratch(n) + 64);
+    const float *in[kMaxTokens], *inner_in[kMaxTokens];
+    float *to_gate[kMaxTokens], *to_up[kMaxTokens], *to[kMaxTokens];
+    for (int64_t t = 0; t < n; ++t) {
+      in[t] = x + (rows ? rows[t0 + t] : t0 + t) * w_gate.cols;
+      to_gate[t] = hidden + t * inner;
+      to_up[t] = up + t * inner;
+      inner_in[t] = to_gate[t];
+      to[t] = out + (slot_ids ? slot_ids[t0 + t] : t0 + t) * w_down.rows;
+    }
+    Split first(inner, 2 * w_gate.cols * n, kRowUnit, pool.size());
+    Split second(w_down.rows, inner * n, kRowUnit, pool.size());
+    auto prepare = [&](int64_t b, int) { o.prepare(in, n, w_gate.cols, w_gate.kind, b, b + 1, prepared); };
+    auto gate_up = [&](int64_t p, int worker) {
+      int64_t r0 = p * first.grain, r1 = std::min(inner, r0 + first.grain);
+      float* scratch = pool.worker(worker, 0);
+      o.product(prepared, n, &w_gate, r0, r1, to_gate, scratch);
+      o.product(prepared, n, &w_up, r0, r1, to_up, scratch);
+      for (int64_t t = 0; t < n; ++t) o.glu(to_gate[t] + r0, to_up[t] + r0, r1 - r0, &act, to_gate[t] + r0);
+    };
+    auto prepare_hidden = [&](int64_t b, int) {
+      o.prepare(inner_in, n, inner, w_down.kind, b, b + 1, prepared_hidden);
+    };
+    auto down = [&](int64_t p, int worker) {
+      int64_t r0 = p * second.grain;
+      o.product(prepared_hidden, n, &w_down, r0, std::min(w_down.rows, r0 + second.grain), to,
+                pool.worker(worker, 0));
+    };
+    int64_t blocks = ceil_div(n, o.token_block);
+    Pool::Phase phases[] = {phase(blocks, prepare), phase(first.pieces, gate_up), phase(blocks, prepare_hidden),
+                            phase(second.pieces, down)};
+    pool.run(phases, 4, first.alone && second.alone ? 1 : 0);
+  }
+}
+
+void map(Map f, const float* x, int64_t n, float* out) {
+  spread(n, 16, 64, [&](int64_t a, int64_t b, int) { f(x + a, b - a, out + a); });
+}
+
+void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out) {
+  const Ops& o = ops();
+  spread(n, 16, 64, [&](int64_t a, int64_t b, int) { o.sigmoid_mul(x + a, gate + a, b - a, out + a); });
+}
+
+void glu(const float* gate, const float* up, int64_t n, const Activation& act, float* out) {
+  const Ops& o = ops();
+  spread(n, 40, 64, [&](int64_t a, int64_t b, int) { o.glu(gate + a, up + a, b - a, &act, out + a); });
+}
+
+void widen(int kind, const unsigned char* src, int64_t n, float* out) {
+  const Ops& o = ops();
+  int bytes = kind == kFloat32 ? 4 : 2;
+  spread(n, 2, 64, [&](int64_t a, int64_t b, int) { o.widen(kind, src + a * bytes, b - a, out + a); });
+}
+
+bool finite(const float* x, int64_t n) {
+  const Ops& o = ops();
+  std::atomic<bool> good{true};
+  spread(n, 1, 64, [&](int64_t a, int64_t b, int) {
+    if (!o.finite(x + a, b - a)) good.store(false, std::memory_order_relaxed);
+  });
+  return good.load();
+}
+
+void rmsnorm(const float* x, const float* w, int64_t rows, int64_t dim, float eps, float* out) {
+  const Ops& o = ops();
+  spread(rows, 2 * dim, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t r = a; r < b; ++r) o.rmsnorm(x + r * dim, w, dim, eps, out + r * dim);
+  });
+}
+
+void l2norm(const float* x, int64_t rows, int64_t dim, float eps, float scale, float* out) {
+  const Ops& o = ops();
+  spread(rows, 2 * dim, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t r = a; r < b; ++r) o.l2norm(x + r * dim, dim, eps, scale, out + r * dim);
+  });
+}
+
+void short_conv(const float* x, const float* w, float* window, float* out, int64_t tokens, int64_t channels,
+                int64_t taps) {
+  const Ops& o = ops();
+  spread(channels, tokens * (taps + 16), 64, [&](int64_t a, int64_t b, int) {
+    o.short_conv(x, w, window, out, tokens, channels, taps, a, b);
+  });
+}
+
+void kda_decay(const float* z, const float* a_log, const float* dt_bias, bool bounded, float lower_bound,
+               int64_t tokens, int64_t heads, int64_t dim, float* alpha) {
+  const Ops& o = ops();
+  spread(tokens * heads, dim * 32, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t i = a; i < b; ++i) {
+      int64_t h = i % heads;
+      float rate;
+      o.exp(a_log + h, 1, &rate);
+      o.kda_decay(z + i * dim, dt_bias + h * dim, rate, bounded, lower_bound, dim, alpha + i * dim);
+    }
+  });
+}
+
+void kda_recurrence(const float* q, const float* k, const float* v, const float* alpha, const float* beta,
+                    float* state, float* out, int64_t tokens, int64_t heads, int64_t dim) {
+  const Ops& o = ops();
+  constexpr int64_t kColumns = 64;
+  int64_t parts = ceil_div(dim, kColumns);
+  if (tokens == 0) return;
+  spread(heads * parts, tokens * dim * kColumns * 2, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t i = a; i < b; ++i) {
+      int64_t h = i / parts, c0 = i % parts * kColumns, at = h * dim;
+      o.kda_head(q + at, k + at, v + at, alpha + at, beta + h, state + h * dim * dim, out + at, tokens, heads * dim,
+                 heads, dim, c0, std::min(dim, c0 + kColumns));
+    }
+  });
+}
+
+void absorb_query(const float* q, const Matrix& w, int64_t tokens, int64_t heads, int64_t dn, int64_t dv,
+                  float* out) {
+  const Ops& o = ops();
+  spread(heads, tokens * dn * w.cols, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t h = a; h < b; ++h)
+      for (int64_t t = 0; t < tokens; ++t)
+        o.absorb(q + (t * heads + h) * dn, dn, &w, h * (dn + dv), out + (t * heads + h) * w.cols);
+  });
+}
+
+void expand_values(const float* ctx, const Matrix& w, int64_t tokens, int64_t heads, int64_t dn, int64_t dv,
+                   float* out) {
+  const Ops& o = ops();
+  int64_t latent = w.cols;
+  for (int64_t t0 = 0; t0 < tokens; t0 += kMaxTokens) {
+    int64_t n = std::min(kMaxTokens, tokens - t0);
+    Pool::Lease lease;
+    Pool& pool = lease.pool();
+    int64_t prepared_floats = n * padded(latent);
+    pool.reserve_workers(prepared_floats + o.product_scratch(n) + 64);
+    Split s(heads, n * dv * latent, 1, pool.size());
+    auto piece = [&](int64_t p, int worker) {
+      float* prepared = pool.worker(worker, 0);
+      const float* in[kMaxTokens];
+      float* to[kMaxTokens];
+      for (int64_t h = p * s.grain; h < std::min(heads, (p + 1) * s.grain); ++h) {
+        int64_t row0 = h * (dn + dv) + dn;  // the head's value rows
+        Matrix rows = {w.kind, w.data + row0 * latent * (w.kind == kFloat32 ? 4 : 2), nullptr, dv, latent};
+        for (int64_t t = 0; t < n; ++t) {
+          in[t] = ctx + ((t0 + t) * heads + h) * latent;
+          to[t] = out + ((t0 + t) * heads + h) * dv;
+        }
+        o.prepare(in, n, latent, w.kind, 0, ceil_div(n, o.token_block), prepared);
+        o.product(prepared, n, &rows, 0, dv, to, prepared + prepared_floats);
+      }
+    };
+    Pool::Phase ph = phase(s.pieces, piece);
+    pool.run(&ph, 1, s.alone ? 1 : 0);
+  }
+}
+
+void mla_attention(const float* q, const float* cache, int64_t start, int64_t tokens, int64_t heads, int64_t width,
+                   int64_t latent, float scale, float* out) {
+  const Ops& o = ops();
+  if (tokens * heads == 0) return;
+  Pool::Lease lease;
+  Pool& pool = lease.pool();
+  pool.reserve_workers(padded(start + tokens) + 64);
+  Split s(tokens * heads, (start + tokens) * (width + latent), 1, pool.size());
+  auto piece = [&](int64_t p, int worker) {
+    for (int64_t i = p * s.grain; i < std::min(s.n, (p + 1) * s.grain); ++i)
+      o.attend(q + i * width, cache, start + i / heads + 1, width, latent, scale, pool.worker(worker, 0),
+               out + i * latent);
+  };
+  Pool::Phase ph = phase(s.pieces, piece);
+  pool.run(&ph, 1, s.alone ? 1 : 0);
+}
+
+void attnres_mix(const float* bank, int64_t n, const float* prefix, const float* w, int64_t tokens, int64_t dim,
+                 float eps, float* out) {
+  const Ops& o = ops();
+  spread(tokens, (n + 1) * dim * 3, 1, [&](int64_t a, int64_t b, int) {
+    const float* sources[kMaxSources];
+    float scores[kMaxSources];
+    for (int64_t t = a; t < b; ++t) {
+      for (int64_t s = 0; s < n; ++s) sources[s] = bank + (s * tokens + t) * dim;
+      sources[n] = prefix + t * dim;
+      o.attnres(sources, n + 1, w, dim, eps, scores, out + t * dim);
+    }
+  });
+}
+
+bool route(const float* logits, const float* bias, int64_t tokens, int64_t experts, int64_t k, bool renormalize,
+           float scaling, int32_t* ids, float* weights) {
+  const Ops& o = ops();
+  Pool::Lease lease;
+  float* scores = lease.pool().shared(kSmall, experts + 2 * k);
+  float* best = scores + experts;
+  for (int64_t t = 0; t < tokens; ++t) {
+    o.sigmoid(logits + t * experts, experts, scores);
+    int32_t* chosen = ids + t * k;
+    float* w = weights + t * k;
+    int64_t held = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      float biased = scores[e] + bias[e];
+      if (biased != biased) return false;
+      if (held == k && !(biased > best[k - 1])) continue;
+      int64_t at = held < k ? held++ : k - 1;
+      for (; at > 0 && biased > best[at - 1]; --at) best[at] = best[at - 1], chosen[at] = chosen[at - 1];
+      best[at] = biased;  // an equal score stays behind the lower id, which came first
+      chosen[at] = int32_t(e);
+    }
+    float sum = 0.0f;
+    for (int64_t i = 0; i < k; ++i) sum = sum + scores[chosen[i]];
+    for (int64_t i = 0; i < k; ++i)
+      w[i] = (renormalize ? scores[chosen[i]] / (sum + 1e-20f) : scores[chosen[i]]) * scaling;
+  }
+  return true;
+}
+
+void combine(const float* slots, const float* weights, int64_t tokens, int64_t k, int64_t dim, float* out) {
+  const Ops& o = ops();
+  constexpr int64_t kColumns = 1024;
+  int64_t parts = ceil_div(dim, kColumns);
+  spread(tokens * parts, k * kColumns, 1, [&](int64_t a, int64_t b, int) {
+    for (int64_t i = a; i < b; ++i) {
+      int64_t t = i / parts, c = i % parts * kColumns;
+      o.combine(slots + t * k * dim + c, dim, weights + t * k, k, std::min(kColumns, dim - c), out + t * dim + c);
+    }
+  });
+}
+
+}  // namespace driver
+}  // namespace sluice

@@ -1,0 +1,51 @@
+// How an operation is cut into pieces for the pool. Arguments are already checked: every pointer and index is good.
+#pragma once
+#include <cstdint>
+
+#include "kernels.hpp"
+
+namespace sluice {
+
+const Ops& ops();  // the table in use (dispatch.cpp)
+
+namespace driver {
+
+// Tokens computed together at most: bounds scratch, and at 64 rows a product is compute-bound anyway.
+constexpr int64_t kMaxTokens = 64;
+constexpr int64_t kMaxSources = 4096;
+
+void matmul(const float* x, int64_t tokens, const Matrix& w, float* out);
+// slots[slot_ids[i]] = w_down act(w_gate x[rows[i]], w_up x[rows[i]]); null index arrays mean the identity.
+void mlp(const float* x, const int32_t* rows, int64_t n, const Matrix& w_gate, const Matrix& w_up,
+         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids);
+
+using Map = void (*)(const float*, int64_t, float*);
+void map(Map f, const float* x, int64_t n, float* out);
+void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out);
+void glu(const float* gate, const float* up, int64_t n, const Activation& act, float* out);
+void widen(int kind, const unsigned char* src, int64_t n, float* out);
+bool finite(const float* x, int64_t n);
+
+void rmsnorm(const float* x, const float* w, int64_t rows, int64_t dim, float eps, float* out);
+void l2norm(const float* x, int64_t rows, int64_t dim, float eps, float scale, float* out);
+
+void short_conv(const float* x, const float* w, float* window, float* out, int64_t tokens, int64_t channels,
+                int64_t taps);
+void kda_decay(const float* z, const float* a_log, const float* dt_bias, bool bounded, float lower_bound,
+               int64_t tokens, int64_t heads, int64_t dim, float* alpha);
+void kda_recurrence(const float* q, const float* k, const float* v, const float* alpha, const float* beta,
+                    float* state, float* out, int64_t tokens, int64_t heads, int64_t dim);
+
+void absorb_query(const float* q, const Matrix& w, int64_t tokens, int64_t heads, int64_t dn, int64_t dv, float* out);
+void expand_values(const float* ctx, const Matrix& w, int64_t tokens, int64_t heads, int64_t dn, int64_t dv,
+                   float* out);
+void mla_attention(const float* q, const float* cache, int64_t start, int64_t tokens, int64_t heads, int64_t width,
+                   int64_t latent, float scale, float* out);
+void attnres_mix(const float* bank, int64_t n, const float* prefix, const float* w, int64_t tokens, int64_t dim,
+                 float eps, float* out);
+bool route(const float* logits, const float* bias, int64_t tokens, int64_t experts, int64_t k, bool renormalize,
+           float scaling, int32_t* ids, float* weights);
+void combine(const float* slots, const float* weights, int64_t tokens, int64_t k, int64_t dim, float* out);
+
+}  // namespace driver
+}  // namespace sluice

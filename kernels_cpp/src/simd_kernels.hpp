@@ -1,0 +1,595 @@
+// The vector kernels, written once over a register type V of kWidth floats and included by each instruction-set unit
+// after it has defined V and its primitives. Everything lives in an anonymous namespace: no weak symbol may leave a
+// unit. 32 lanes are kSlices registers; slice s holds lanes s*kWidth ...
+//
+// An including unit defines: V, kWidth, kSlices, kTokenBlock, and
+//   load store load_n store_n set1 zero add sub mul div fma fnma min max sqrt
+//   and_bits or_bits less(a, b) -> M, pick(M, yes, no), pow2(V integral) (2^n for n in [-127, 127]), half_floor
+//   reduce(const V[kSlices]) (the tree), widen_bf16(p), widen_f16(p), has_nonfinite(V)
+//   mx_decode(p16, scale, V[kSlices]), mx_reduce(const V[kSlices]), mx_order[32] (where mx_decode puts element i)
+
+namespace sluice {
+namespace {
+
+constexpr int kLanes = 32;
+constexpr int kRowsPerPanel = 3;
+constexpr int64_t kPanelGroups = 16;  // groups of 32 columns decoded at a time: panel and one token block stay in L1
+
+inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- transcendental functions: the scalar unit's operations in the scalar unit's order ---------------------------
+
+inline V exp_v(V x) {
+  x = min(set1(kExpHigh), x);  // operand order: a NaN in x passes through both
+  x = max(set1(kExpLow), x);
+  V n = sub(fma(x, set1(kLog2e), set1(kRoundMagic)), set1(kRoundMagic));
+  V high = fnma(n, set1(kLn2High), x), low = mul(n, set1(kLn2Low));
+  V r = sub(high, low), lost = sub(sub(high, r), low);
+  V p = fma(set1(kExp4), r, set1(kExp3));
+  p = fma(p, r, set1(kExp2));
+  p = fma(p, r, set1(kExp1));
+  p = fma(p, r, set1(kExp0));
+  V y = add(add(fma(p, mul(r, r), lost), r), set1(1.0f));
+  V half = half_floor(n);
+  return mul(mul(y, pow2(half)), pow2(sub(n, half)));
+}
+
+inline V minus_abs(V x) { return or_bits(x, set1(-0.0f)); }
+inline V abs_v(V x) { return andnot_bits(set1(-0.0f), x); }
+
+inline V sigmoid_v(V x) {
+  V e = exp_v(minus_abs(x));
+  return div(pick(less(x, zero()), e, set1(1.0f)), add(set1(1.0f), e));
+}
+
+inline V tanh_v(V x) {
+  V a = abs_v(x), z = mul(x, x);
+  V p = fma(set1(kTanh5), z, set1(kTanh4));
+  p = fma(p, z, set1(kTanh3));
+  p = fma(p, z, set1(kTanh2));
+  p = fma(p, z, set1(kTanh1));
+  p = fma(p, z, set1(kTanh0));
+  V small = fma(mul(x, z), p, x);
+  V large = sub(set1(1.0f), div(set1(2.0f), add(exp_v(add(a, a)), set1(1.0f))));
+  return pick(less(a, set1(kTanhSmall)), small, or_bits(large, and_bits(x, set1(-0.0f))));
+}
+
+inline V softplus_v(V x) {
+  V e = exp_v(minus_abs(x));
+  M lower = less(e, set1(0.5f));
+  V f = pick(lower, e, mul(sub(e, set1(1.0f)), set1(0.5f)));
+  V k = pick(lower, zero(), set1(1.0f));
+  V s = div(f, add(set1(2.0f), f)), z = mul(s, s), half_square = mul(mul(f, f), set1(0.5f));
+  V p = fma(set1(kLog3), z, set1(kLog2));
+  p = fma(p, z, set1(kLog1));
+  p = fma(p, z, set1(kLog0));
+  V inner = fma(s, fma(p, z, half_square), mul(k, set1(kLn2Low)));
+  V log1p = fma(k, set1(kLn2High), sub(f, sub(half_square, inner)));
+  V positive = pick(less(zero(), x), x, zero());
+  return pick(less(set1(kSoftplusLinear), x), x, add(positive, log1p));
+}
+
+template <class F>
+inline void map(const float* x, int64_t n, float* out, F f) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(out + i, f(load(x + i)));
+  if (i < n) store_n(out + i, f(load_n(x + i, n - i)), n - i);
+}
+
+template <class F>
+inline void map2(const float* x, const float* y, int64_t n, float* out, F f) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(out + i, f(load(x + i), load(y + i)));
+  if (i < n) store_n(out + i, f(load_n(x + i, n - i), load_n(y + i, n - i)), n - i);
+}
+
+void exp_n(const float* x, int64_t n, float* out) {
+  map(x, n, out, [](V v) { return exp_v(v); });
+}
+void sigmoid_n(const float* x, int64_t n, float* out) {
+  map(x, n, out, [](V v) { return sigmoid_v(v); });
+}
+void tanh_n(const float* x, int64_t n, float* out) {
+  map(x, n, out, [](V v) { return tanh_v(v); });
+}
+void softplus_n(const float* x, int64_t n, float* out) {
+  map(x, n, out, [](V v) { return softplus_v(v); });
+}
+
+void sigmoid_mul(const float* x, const float* gate, int64_t n, float* out) {
+  map2(x, gate, n, out, [](V a, V g) { return mul(a, sigmoid_v(g)); });
+}
+
+void glu(const float* gate, const float* up, int64_t n, const Activation* act, float* out) {
+  if (act->kind == 0) {
+    map2(gate, up, n, out, [](V g, V u) { return mul(mul(g, sigmoid_v(g)), u); });
+  } else {
+    V beta = set1(act->beta), linear = set1(act->linear_beta);
+    map2(gate, up, n, out, [=](V g, V u) {
+      V left = mul(mul(beta, tanh_v(div(g, beta))), sigmoid_v(g));
+      return mul(left, mul(linear, tanh_v(div(u, linear))));
+    });
+  }
+}
+
+int finite(const float* x, int64_t n) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth)
+    if (has_nonfinite(load(x + i))) return 0;
+  return i == n || !has_nonfinite(load_n(x + i, n - i));
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+struct Lanes {
+  V v[kSlices];
+  void clear() {
+    for (int s = 0; s < kSlices; ++s) v[s] = zero();
+  }
+  float sum() const { return reduce(v); }
+};
+
+// slice s of the group of 32 at x, of which `left` floats exist
+inline V part(const float* x, int s, int64_t left) {
+  int64_t n = left - s * kWidth;
+  return n >= kWidth ? load(x + s * kWidth) : n > 0 ? load_n(x + s * kWidth, n) : zero();
+}
+
+inline float square_sum(const float* x, int64_t n) {
+  Lanes lanes;
+  lanes.clear();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int s = 0; s < kSlices; ++s) {
+      V a = load(x + i + s * kWidth);
+      lanes.v[s] = fma(a, a, lanes.v[s]);
+    }
+  if (i < n)
+    for (int s = 0; s < kSlices; ++s) {
+      V a = part(x + i, s, n - i);
+      lanes.v[s] = fma(a, a, lanes.v[s]);
+    }
+  return lanes.sum();
+}
+
+inline float dot(const float* x, const float* y, int64_t n) {
+  Lanes lanes;
+  lanes.clear();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int s = 0; s < kSlices; ++s) lanes.v[s] = fma(load(x + i + s * kWidth), load(y + i + s * kWidth), lanes.v[s]);
+  if (i < n)
+    for (int s = 0; s < kSlices; ++s) lanes.v[s] = fma(part(x + i, s, n - i), part(y + i, s, n - i), lanes.v[s]);
+  return lanes.sum();
+}
+
+inline float plain_sum(const float* x, int64_t n) {
+  Lanes lanes;
+  lanes.clear();
+  for (int64_t i = 0; i < n; i += kLanes)
+    for (int s = 0; s < kSlices; ++s) lanes.v[s] = add(lanes.v[s], part(x + i, s, n - i));
+  return lanes.sum();
+}
+
+inline float root(float x) { return first(sqrt(set1(x))); }
+
+void scale_twice(const float* x, int64_t n, float a, V b, float* out) {
+  V va = set1(a);
+  map(x, n, out, [=](V v) { return mul(mul(v, va), b); });
+}
+
+void rmsnorm(const float* x, const float* w, int64_t n, float eps, float* out) {
+  V inverse = set1(1.0f / root(square_sum(x, n) / float(n) + eps));
+  map2(x, w, n, out, [=](V v, V g) { return mul(mul(v, inverse), g); });
+}
+
+void l2norm(const float* x, int64_t n, float eps, float scale, float* out) {
+  scale_twice(x, n, 1.0f / root(square_sum(x, n) + eps), set1(scale), out);
+}
+
+// ---- weights -------------------------------------------------------------------------------------------------------
+
+inline void copy_bytes(void* to, const void* from, int64_t n) { __builtin_memcpy(to, from, size_t(n)); }
+
+struct Float32 {
+  static constexpr int kBytes = 4;
+  static V widen(const unsigned char* p) { return load(reinterpret_cast<const float*>(p)); }
+};
+struct Bfloat16 {
+  static constexpr int kBytes = 2;
+  static V widen(const unsigned char* p) { return widen_bf16(p); }
+};
+struct Float16 {
+  static constexpr int kBytes = 2;
+  static V widen(const unsigned char* p) { return widen_f16(p); }
+};
+
+// One row read in groups of 32. A plain row's last group may be short: it is copied beside zeros, never read past.
+template <class W>
+struct PlainRow {
+  const unsigned char* p;
+  int64_t cols;
+  PlainRow(const Matrix& w, int64_t row) : p(w.data + row * w.cols * W::kBytes), cols(w.cols) {}
+  void group(int64_t g, V out[kSlices]) const {
+    for (int s = 0; s < kSlices; ++s) out[s] = W::widen(p + (g * kLanes + s * kWidth) * W::kBytes);
+  }
+  void tail(int64_t g, V out[kSlices]) const {
+    alignas(64) unsigned char last[kLanes * W::kBytes] = {};
+    copy_bytes(last, p + g * kLanes * W::kBytes, (cols - g * kLanes) * W::kBytes);
+    for (int s = 0; s < kSlices; ++s) out[s] = W::widen(last + s * kWidth * W::kBytes);
+  }
+  void prefetch(int64_t g) const { __builtin_prefetch(p + g * kLanes * W::kBytes + 1024); }
+  static float sum(const V v[kSlices]) { return reduce(v); }
+};
+
+// 2^(byte-127) as a table: 1 KiB that stays in L1 costs one load, computing it costs three operations.
+struct ScaleTable {
+  uint32_t bits[256];
+  constexpr ScaleTable() : bits() {
+    for (int i = 0; i < 256; ++i) bits[i] = i == 0 ? 0x00400000u : uint32_t(i) << 23;
+  }
+};
+constexpr ScaleTable kScale = ScaleTable();
+
+struct MxRow {
+  const unsigned char *p, *scales;
+  MxRow(const Matrix& w, int64_t row) : p(w.data + row * (w.cols / 2)), scales(w.scales + row * (w.cols / 32)) {}
+  void group(int64_t g, V out[kSlices]) const {
+    mx_decode(p + g * 16, set1_bits(&kScale.bits[scales[g]]), out);
+  }
+  void tail(int64_t, V[kSlices]) const {}
+  void prefetch(int64_t g) const { __builtin_prefetch(p + g * 16 + 1024); }
+  static float sum(const V v[kSlices]) { return mx_reduce(v); }
+};
+
+void widen_any(int kind, const unsigned char* src, int64_t n, float* out) {
+  Matrix m = {kind, src, nullptr, 1, n};
+  V v[kSlices];
+  auto run = [&](auto row) {
+    int64_t g = 0;
+    for (; (g + 1) * kLanes <= n; ++g) {
+      row.group(g, v);
+      for (int s = 0; s < kSlices; ++s) store(out + g * kLanes + s * kWidth, v[s]);
+    }
+    if (g * kLanes < n) {
+      alignas(64) float last[kLanes];
+      row.tail(g, v);
+      for (int s = 0; s < kSlices; ++s) store(last + s * kWidth, v[s]);
+      copy_bytes(out + g * kLanes, last, (n - g * kLanes) * 4);
+    }
+  };
+  if (kind == kFloat32) run(PlainRow<Float32>(m, 0));
+  else if (kind == kBfloat16) run(PlainRow<Bfloat16>(m, 0));
+  else run(PlainRow<Float16>(m, 0));
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+// Prepared x: token blocks of kTokenBlock. A block of one token is its row in order; a block of more is laid out
+// [slice][group][token][kWidth], so that the inner loop walks straight through it.
+
+void prepare(const float* const* x, int64_t tokens, int64_t cols, int kind, int64_t block0, int64_t block1,
+             float* dst) {
+  int64_t groups = padded(cols) / kLanes;
+  for (int64_t b = block0; b < block1 && b * kTokenBlock < tokens; ++b) {
+    int64_t n = least(kTokenBlock, tokens - b * kTokenBlock);
+    float* block = dst + b * kTokenBlock * padded(cols);
+    for (int64_t t = 0; t < n; ++t) {
+      const float* row = x[b * kTokenBlock + t];
+      for (int64_t g = 0; g < groups; ++g) {
+        V v[kSlices];
+        for (int s = 0; s < kSlices; ++s) v[s] = part(row + g * kLanes, s, cols - g * kLanes);
+        if (kind == kMxfp4) mx_arrange(v);
+        for (int s = 0; s < kSlices; ++s)
+          store(n == 1 ? block + g * kLanes + s * kWidth : block + ((s * groups + g) * n + t) * kWidth, v[s]);
+      }
+    }
+  }
+}
+
+template <int ROWS, class R>
+inline void gemv(const float* x, const Matrix& w, int64_t row, float* out) {
+  const R r[2] = {R(w, row), R(w, row + ROWS - 1)};
+  V acc[ROWS][kSlices];
+  for (int i = 0; i < ROWS; ++i)
+    for (int s = 0; s < kSlices; ++s) acc[i][s] = zero();
+  int64_t whole = w.cols / kLanes;
+  for (int64_t g = 0; g < whole; ++g)
+    for (int i = 0; i < ROWS; ++i) {
+      V v[kSlices];
+      r[i].prefetch(g);
+      r[i].group(g, v);
+      for (int s = 0; s < kSlices; ++s) acc[i][s] = fma(load(x + g * kLanes + s * kWidth), v[s], acc[i][s]);
+    }
+  if (whole * kLanes < w.cols)
+    for (int i = 0; i < ROWS; ++i) {
+      V v[kSlices];
+      r[i].tail(whole, v);
+      for (int s = 0; s < kSlices; ++s) acc[i][s] = fma(load(x + whole * kLanes + s * kWidth), v[s], acc[i][s]);
+    }
+  for (int i = 0; i < ROWS; ++i) out[row + i] = R::sum(acc[i]);
+}
+
+// acc[s][row][token] += panel x block over `groups` groups; panel is [slice][group][row][kWidth].
+template <int T>
+inline void tile(const float* panel, const float* x, int64_t x_slice, int64_t groups, float* acc) {
+  for (int s = 0; s < kSlices; ++s) {
+    V a[kRowsPerPanel][T];
+    float* at = acc + s * kRowsPerPanel * T * kWidth;
+    for (int i = 0; i < kRowsPerPanel; ++i)
+      for (int t = 0; t < T; ++t) a[i][t] = load(at + (i * T + t) * kWidth);
+    const float* pw = panel + s * kPanelGroups * kRowsPerPanel * kWidth;
+    const float* px = x + s * x_slice;
+    for (int64_t g = 0; g < groups; ++g) {
+      V v[kRowsPerPanel];
+      for (int i = 0; i < kRowsPerPanel; ++i) v[i] = load(pw + (g * kRowsPerPanel + i) * kWidth);
+      for (int t = 0; t < T; ++t) {
+        V xt = load(px + (g * T + t) * kWidth);
+        for (int i = 0; i < kRowsPerPanel; ++i) a[i][t] = fma(xt, v[i], a[i][t]);
+      }
+    }
+    for (int i = 0; i < kRowsPerPanel; ++i)
+      for (int t = 0; t < T; ++t) store(at + (i * T + t) * kWidth, a[i][t]);
+  }
+}
+
+template <class R>
+inline void gemm(const float* x, int64_t tokens, const Matrix& w, int64_t row, int rows, float* const* out,
+                 float* scratch) {
+  int64_t groups = padded(w.cols) / kLanes, whole = w.cols / kLanes;
+  float* panel = scratch;
+  float* acc = scratch + kLanes * kPanelGroups * kRowsPerPanel;
+  int64_t acc_floats = tokens * kRowsPerPanel * kLanes;
+  for (int64_t i = 0; i < acc_floats; i += kWidth) store(acc + i, zero());
+  for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+    int64_t n = least(kPanelGroups, groups - g0);
+    for (int i = 0; i < kRowsPerPanel; ++i) {
+      R r(w, row + (i < rows ? i : rows - 1));  // a missing row repeats the last; its sums are dropped
+      for (int64_t g = 0; g < n; ++g) {
+        V v[kSlices];
+        r.prefetch(g0 + g);
+        if (g0 + g < whole) r.group(g0 + g, v);
+        else r.tail(g0 + g, v);
+        for (int s = 0; s < kSlices; ++s) store(panel + ((s * kPanelGroups + g) * kRowsPerPanel + i) * kWidth, v[s]);
+      }
+    }
+    for (int64_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
+      int64_t n_tokens = least(kTokenBlock, tokens - t0);
+      const float* block = x + t0 * groups * kLanes + g0 * n_tokens * kWidth;
+      float* a = acc + t0 * kRowsPerPanel * kLanes;
+      // a lone last token lies in row order, which is [group][slice]: walk it slice by slice through its own path
+      switch (n_tokens) {
+        case 1:
+          for (int s = 0; s < kSlices; ++s)
+            for (int i = 0; i < kRowsPerPanel; ++i) {
+              V sum = load(a + (s * kRowsPerPanel + i) * kWidth);
+              for (int64_t g = 0; g < n; ++g)
+                sum = fma(load(x + t0 * groups * kLanes + (g0 + g) * kLanes + s * kWidth),
+                          load(panel + ((s * kPanelGroups + g) * kRowsPerPanel + i) * kWidth), sum);
+              store(a + (s * kRowsPerPanel + i) * kWidth, sum);
+            }
+          break;
+        case 2: tile<2>(panel, block, groups * 2 * kWidth, n, a); break;
+        case 3: tile<3>(panel, block, groups * 3 * kWidth, n, a); break;
+        default: tile<4>(panel, block, groups * 4 * kWidth, n, a); break;
+      }
+    }
+  }
+  for (int64_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
+    int64_t n_tokens = least(kTokenBlock, tokens - t0);
+    const float* a = acc + t0 * kRowsPerPanel * kLanes;
+    for (int64_t t = 0; t < n_tokens; ++t)
+      for (int i = 0; i < rows; ++i) {
+        V v[kSlices];
+        for (int s = 0; s < kSlices; ++s) v[s] = load(a + ((s * kRowsPerPanel + i) * n_tokens + t) * kWidth);
+        out[t0 + t][row + i] = R::sum(v);
+      }
+  }
+}
+
+template <class R>
+void product_of(const float* x, int64_t tokens, const Matrix& w, int64_t row0, int64_t row1, float* const* out,
+                float* scratch) {
+  int64_t row = row0;
+  if (tokens == 1) {
+    for (; row + 2 <= row1; row += 2) gemv<2, R>(x, w, row, out[0]);
+    for (; row < row1; ++row) gemv<1, R>(x, w, row, out[0]);
+  } else {
+    for (; row < row1; row += kRowsPerPanel)
+      gemm<R>(x, tokens, w, row, int(least(kRowsPerPanel, row1 - row)), out, scratch);
+  }
+}
+
+void product(const float* x, int64_t tokens, const Matrix* w, int64_t row0, int64_t row1, float* const* out,
+             float* scratch) {
+  switch (w->kind) {
+    case kFloat32: return product_of<PlainRow<Float32>>(x, tokens, *w, row0, row1, out, scratch);
+    case kBfloat16: return product_of<PlainRow<Bfloat16>>(x, tokens, *w, row0, row1, out, scratch);
+    case kFloat16: return product_of<PlainRow<Float16>>(x, tokens, *w, row0, row1, out, scratch);
+    default: return product_of<MxRow>(x, tokens, *w, row0, row1, out, scratch);
+  }
+}
+
+int64_t product_scratch(int64_t tokens) { return kLanes * kRowsPerPanel * (kPanelGroups + tokens); }
+
+// ---- KDA -----------------------------------------------------------------------------------------------------------
+
+void short_conv(const float* x, const float* w, float* window, float* out, int64_t tokens, int64_t channels,
+                int64_t taps, int64_t c0, int64_t c1) {
+  int64_t carried = taps - 1;
+  for (int64_t c = c0; c < c1; c += kWidth) {
+    int64_t n = least(kWidth, c1 - c);
+    auto input = [&](int64_t t) {
+      return load_n(t < 0 ? window + (t + carried) * channels + c : x + t * channels + c, n);
+    };
+    auto tap = [&](int64_t j) {
+      alignas(64) float column[kWidth] = {};
+      for (int64_t i = 0; i < n; ++i) column[i] = w[(c + i) * taps + j];
+      return load(column);
+    };
+    if (taps == 4) {  // the model's own width keeps its taps and inputs in registers
+      V w0 = tap(0), w1 = tap(1), w2 = tap(2), w3 = tap(3);
+      V y0 = input(-3), y1 = input(-2), y2 = input(-1);
+      for (int64_t t = 0; t < tokens; ++t) {
+        V y3 = input(t);
+        V sum = fma(w3, y3, fma(w2, y2, fma(w1, y1, fma(w0, y0, zero()))));
+        store_n(out + t * channels + c, mul(sum, sigmoid_v(sum)), n);
+        y0 = y1, y1 = y2, y2 = y3;
+      }
+    } else {
+      for (int64_t t = 0; t < tokens; ++t) {
+        V sum = zero();
+        for (int64_t j = 0; j < taps; ++j) sum = fma(tap(j), input(t - carried + j), sum);
+        store_n(out + t * channels + c, mul(sum, sigmoid_v(sum)), n);
+      }
+    }
+    for (int64_t j = 0; j < carried; ++j) store_n(window + j * channels + c, input(tokens - carried + j), n);
+  }
+}
+
+void kda_decay(const float* z, const float* bias, float rate, int bounded, float lower_bound, int64_t n,
+               float* alpha) {
+  V low = set1(lower_bound);
+  if (bounded) {
+    V r = set1(rate);
+    map2(z, bias, n, alpha, [=](V a, V b) { return exp_v(mul(low, sigmoid_v(mul(r, add(a, b))))); });
+  } else {
+    V r = set1(-rate);
+    map2(z, bias, n, alpha, [=](V a, V b) { return exp_v(mul(r, softplus_v(add(a, b)))); });
+  }
+}
+
+// REGS registers of value columns at a time: each column's sums run over the key index in order, so columns are
+// independent and REGS chains hide the latency of the multiply-add.
+template <int REGS>
+inline void kda_columns(const float* q, const float* k, const float* v, const float* alpha, const float* beta,
+                        float* state, float* out, int64_t tokens, int64_t stride, int64_t heads, int64_t dim,
+                        int64_t c, int64_t n) {
+  auto get = [&](const float* p, int r) { return REGS > 1 ? load(p + r * kWidth) : load_n(p, n); };
+  auto put = [&](float* p, int r, V value) {
+    if (REGS > 1) store(p + r * kWidth, value);
+    else store_n(p, value, n);
+  };
+  for (int64_t t = 0; t < tokens; ++t) {
+    int64_t at = t * stride;
+    V held[REGS], delta[REGS], read[REGS];
+    for (int r = 0; r < REGS; ++r) held[r] = zero(), read[r] = zero();
+    for (int64_t i = 0; i < dim; ++i) {
+      V a = set1(alpha[at + i]), ki = set1(k[at + i]);
+      for (int r = 0; r < REGS; ++r) held[r] = fma(mul(a, get(state + i * dim + c, r)), ki, held[r]);
+    }
+    V b = set1(beta[t * heads]);
+    for (int r = 0; r < REGS; ++r) delta[r] = mul(b, sub(get(v + at + c, r), held[r]));
+    for (int64_t i = 0; i < dim; ++i) {
+      V a = set1(alpha[at + i]), ki = set1(k[at + i]), qi = set1(q[at + i]);
+      for (int r = 0; r < REGS; ++r) {
+        float* cell = state + i * dim + c;
+        V s = fma(ki, delta[r], mul(a, get(cell, r)));
+        put(cell, r, s);
+        read[r] = fma(s, qi, read[r]);
+      }
+    }
+    for (int r = 0; r < REGS; ++r) put(out + at + c, r, read[r]);
+  }
+}
+
+void kda_head(const float* q, const float* k, const float* v, const float* alpha, const float* beta, float* state,
+              float* out, int64_t tokens, int64_t stride, int64_t heads, int64_t dim, int64_t c0, int64_t c1) {
+  constexpr int kMany = 4;
+  int64_t c = c0;
+  for (; c + kMany * kWidth <= c1; c += kMany * kWidth)
+    kda_columns<kMany>(q, k, v, alpha, beta, state, out, tokens, stride, heads, dim, c, kWidth);
+  for (; c < c1; c += kWidth)
+    kda_columns<1>(q, k, v, alpha, beta, state, out, tokens, stride, heads, dim, c, least(kWidth, c1 - c));
+}
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+// out[c] = sum over i ascending of coefficient(i) * row(i)[c], for c in [0, n): each column is its own chain.
+template <int REGS, class C, class R>
+inline void columns(int64_t count, int64_t c, int64_t n, C coefficient, R row, float* out, V divisor) {
+  V sum[REGS];
+  for (int r = 0; r < REGS; ++r) sum[r] = zero();
+  for (int64_t i = 0; i < count; ++i) {
+    V a = set1(coefficient(i));
+    for (int r = 0; r < REGS; ++r) sum[r] = fma(a, row(i, c + r * kWidth, n), sum[r]);
+  }
+  for (int r = 0; r < REGS; ++r) store_n(out + c + r * kWidth, div(sum[r], divisor), n);
+}
+
+template <class C, class R>
+inline void mix(int64_t count, int64_t n, C coefficient, R row, float* out, V divisor) {
+  constexpr int kMany = 8;
+  int64_t c = 0;
+  for (; c + kMany * kWidth <= n; c += kMany * kWidth)
+    columns<kMany>(count, c, kWidth, coefficient, row, out, divisor);
+  for (; c < n; c += kWidth) columns<1>(count, c, least(kWidth, n - c), coefficient, row, out, divisor);
+}
+
+template <class W>
+inline void absorb_of(const float* q, int64_t n, const Matrix& w, int64_t row0, float* out) {
+  mix(
+      n, w.cols, [&](int64_t i) { return q[i]; },
+      [&](int64_t i, int64_t c, int64_t count) {
+        const unsigned char* p = w.data + ((row0 + i) * w.cols + c) * W::kBytes;
+        if (count == kWidth) return W::widen(p);
+        alignas(64) unsigned char last[kWidth * W::kBytes] = {};
+        copy_bytes(last, p, count * W::kBytes);
+        return W::widen(last);
+      },
+      out, set1(1.0f));  // dividing by one changes nothing
+}
+
+void absorb(const float* q, int64_t n, const Matrix* w, int64_t row0, float* out) {
+  if (w->kind == kFloat32) absorb_of<Float32>(q, n, *w, row0, out);
+  else if (w->kind == kBfloat16) absorb_of<Bfloat16>(q, n, *w, row0, out);
+  else absorb_of<Float16>(q, n, *w, row0, out);
+}
+
+inline float largest_of(const float* x, int64_t n) {
+  float m = x[0];
+  for (int64_t i = 1; i < n; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+// scores become exp(score - largest); returns their sum
+inline float soften(float* scores, int64_t n) {
+  V m = set1(largest_of(scores, n));
+  map(scores, n, scores, [=](V v) { return exp_v(sub(v, m)); });
+  return plain_sum(scores, n);
+}
+
+void attend(const float* q, const float* cache, int64_t positions, int64_t width, int64_t latent, float scale,
+            float* scores, float* out) {
+  for (int64_t j = 0; j < positions; ++j) scores[j] = dot(q, cache + j * width, width) * scale;
+  float total = soften(scores, positions);
+  mix(
+      positions, latent, [&](int64_t j) { return scores[j]; },
+      [&](int64_t j, int64_t c, int64_t n) { return load_n(cache + j * width + c, n); }, out, set1(total));
+}
+
+void attnres(const float* const* sources, int64_t n, const float* w, int64_t dim, float eps, float* scores,
+             float* out) {
+  for (int64_t s = 0; s < n; ++s)
+    scores[s] = dot(sources[s], w, dim) * (1.0f / root(square_sum(sources[s], dim) / float(dim) + eps));
+  float total = soften(scores, n);
+  for (int64_t s = 0; s < n; ++s) scores[s] = scores[s] / total;
+  mix(
+      n, dim, [&](int64_t s) { return scores[s]; },
+      [&](int64_t s, int64_t c, int64_t count) { return load_n(sources[s] + c, count); }, out, set1(1.0f));
+}
+
+void combine(const float* rows, int64_t stride, const float* weights, int64_t count, int64_t n, float* out) {
+  mix(
+      count, n, [&](int64_t i) { return weights[i]; },
+      [&](int64_t i, int64_t c, int64_t m) { return load_n(rows + i * stride + c, m); }, out, set1(1.0f));
+}
+
+constexpr Ops kOps = {
+    kIsaName,    kTokenBlock, prepare, product,  product_scratch, exp_n,   sigmoid_n,  tanh_n,    softplus_n,
+    sigmoid_mul, glu,         widen_any, finite, rmsnorm,         l2norm,  short_conv, kda_decay, kda_head,
+    absorb,      attend,      attnres, combine,
+};
+
+}  // namespace
+}  // namespace sluice
