@@ -299,10 +299,10 @@ class ModelSettings:
         None,
         "the name clients ask for in `model`",
     )
-    latent_norm_eps: float = key(
-        Number("a number from 1e-12 to 1e-3", low=1e-12, high=1e-3),
-        1e-5,
-        "eps of the two latent norms of MLA; part of the numerics fingerprint",
+    latent_norm_eps: float | None = key(
+        Number('a number from 1e-12 to 1e-3, or "auto"', absent="auto", low=1e-12, high=1e-3),
+        None,
+        "eps of the two latent norms of MLA, part of the numerics fingerprint; auto: the model's own rms_norm_eps",
     )
 
 
