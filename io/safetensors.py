@@ -137,7 +137,7 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
         kind, nbytes = known
         if end - begin != nbytes:
             raise StoreError(
-                f"{label}: tensor {name[:100]!r} is {kind[0]} {list(kind[1])}, {nbytes} bytes; offsets span {end - begin}"
+                f"{label}: tensor {name[:100]!r} is {kind[0]} {list(kind[1])}, {nbytes} bytes, not {end - begin}"
             )
         names.append(name)
         kinds.append(kind)
