@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from sluice.io.errors import SluiceError, StorageError, StoreError
 from sluice.io.experts import Acquisition, Expert, ExpertSource
 
 Activation = kernels.Situ | kernels.Silu
+Weight = NDArray[Any] | kernels.Mxfp4
 RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
 """Told which rows of the pass are lost and why; the pass goes on for the others."""
 
@@ -44,65 +46,110 @@ def gated_mlp(w: GatedMlp, act: Activation, linear: Linear, x: F32, gate: F32, u
     linear(gate, w.down_proj, out)
 
 
-def moe(
-    c: ModelConfig,
-    layer: int,
-    w: MoeWeights,
-    act: Activation,
-    linear: Linear,
-    experts: ExpertSource,
-    x: F32,
-    b: FfnBuffers,
-    ids: I32,
-    out: F32,
-    rows_failed: RowsFailed,
-) -> None:
-    """A mixture layer. x: (T, hidden), normalised; out: (T, hidden). ids: (T, chosen) int32, written: the routing.
+class Mixture:
+    """The mixtures of one network: where experts come from, and which were looked over already."""
 
-    A row whose router logits are not finite, or one of whose experts cannot be read, is handed to `rows_failed`
-    and comes out as rubbish; every other row is what it would have been. Raises StorageError when a read fails
-    that all rows need.
-    """
-    # ℓ = W_r x; sel = top-k of σ(ℓ) + bias; w_e = σ(ℓ)_e / Σ_sel σ(ℓ) · scaling
-    linear(x, w.router, b.logits)
-    _route(c, layer, w, b, ids, rows_failed)
-    wanted = _group(ids)
-    with experts.acquire(layer, list(wanted)) as arriving:
-        # what needs no expert, while the first ones are being read
-        if w.down_proj is None:
-            z = x
+    def __init__(self, c: ModelConfig, linear: Linear, experts: ExpertSource) -> None:
+        self._c = c
+        self._act = activation(c)
+        self._linear = linear
+        self._experts = experts
+        self._looked_over: set[tuple[int, int]] = set()
+
+    def __call__(
+        self, layer: int, w: MoeWeights, x: F32, b: FfnBuffers, ids: I32, out: F32, rows_failed: RowsFailed
+    ) -> None:
+        """A mixture layer. x: (T, hidden), normalised; out: (T, hidden). ids: (T, chosen) int32, written: the routing.
+
+        A row whose router logits are not finite, or one of whose experts cannot be had, is handed to `rows_failed`
+        and comes out as rubbish; every other row is what it would have been. Raises StorageError when a read fails
+        that all rows need.
+        """
+        linear = self._linear
+        # ℓ = W_r x; sel = top-k of σ(ℓ) + bias; w_e = σ(ℓ)_e / Σ_sel σ(ℓ) · scaling
+        linear(x, w.router, b.logits)
+        self._route(layer, w, b, ids, rows_failed)
+        wanted = _group(ids)
+        with self._experts.acquire(layer, list(wanted)) as arriving:
+            # what needs no expert, while the first ones are being read
+            if w.down_proj is None:
+                z = x
+            else:
+                linear(x, w.down_proj, b.z)
+                z = b.z
+            if w.shared is not None:
+                gated_mlp(w.shared, self._act, linear, x, b.shared_gate, b.shared_up, b.shared)
+            self._compute(layer, arriving, wanted, z, b.slots, rows_failed)
+        while wanted:  # an expert could not be read: whoever needs it is out, and the others go on
+            with self._experts.acquire(layer, list(wanted)) as arriving:
+                self._compute(layer, arriving, wanted, z, b.slots, rows_failed)
+        # u = Σ_{e in sel} w_e · expert_e(z), in router order
+        if w.up_proj is None:
+            kernels.combine(b.answers, b.weights, out)
         else:
-            linear(x, w.down_proj, b.z)
-            z = b.z
+            kernels.combine(b.answers, b.weights, b.u)
+            if w.norm is not None:
+                kernels.rmsnorm(b.u, w.norm, self._c.rms_norm_eps, b.u)
+            linear(b.u, w.up_proj, out)
+        # y = r + h
         if w.shared is not None:
-            gated_mlp(w.shared, act, linear, x, b.shared_gate, b.shared_up, b.shared)
-        lost = _compute(layer, arriving, wanted, act, z, b.slots, ids, rows_failed)
-    while lost:  # an expert could not be read: whoever needs it is out, and the others go on
-        with experts.acquire(layer, list(wanted)) as arriving:
-            lost = _compute(layer, arriving, wanted, act, z, b.slots, ids, rows_failed)
-    # u = Σ_{e in sel} w_e · expert_e(z), in router order
-    if w.up_proj is None:
-        kernels.combine(b.answers, b.weights, out)
-    else:
-        kernels.combine(b.answers, b.weights, b.u)
-        if w.norm is not None:
-            kernels.rmsnorm(b.u, w.norm, c.rms_norm_eps, b.u)
-        linear(b.u, w.up_proj, out)
-    # y = r + h
-    if w.shared is not None:
-        np.add(out, b.shared, out=out)
+            np.add(out, b.shared, out=out)
+
+    def _route(self, layer: int, w: MoeWeights, b: FfnBuffers, ids: I32, rows_failed: RowsFailed) -> None:
+        """Fill ids and b.weights. Rows with a logit that is not finite are failed and routed as if all were 0."""
+        c = self._c
+
+        def routed() -> bool:
+            return kernels.route(
+                b.logits, w.bias, c.num_experts_per_token, c.renormalize, c.routed_scaling_factor, ids, b.weights
+            )
+
+        if routed():
+            return
+        bad = np.flatnonzero(~np.isfinite(b.logits).all(axis=1))
+        rows_failed(bad, StoreError(f"numbers in layer {layer} are not finite before the router"))
+        b.logits[bad] = 0
+        if not routed():
+            raise StoreError(f"the router's correction bias in layer {layer} is not finite; the checkpoint is damaged")
+
+    def _compute(
+        self,
+        layer: int,
+        arriving: Acquisition,
+        wanted: dict[int, Wanted],
+        z: F32,
+        slots: F32,
+        rows_failed: RowsFailed,
+    ) -> None:
+        """Take every expert as it arrives and out of `wanted`. When one cannot be read its rows are failed, and
+        those that only they wanted are out of `wanted` too: what is left must be asked for again."""
+        try:
+            for expert in arriving.as_they_arrive():
+                at = wanted.pop(expert.id)
+                w1, w2, w3 = _matrices(expert)
+                if (layer, expert.id) not in self._looked_over:
+                    damage = _damage(layer, expert)
+                    if damage is not None:
+                        rows_failed(at.rows.astype(np.intp), damage)
+                        continue
+                    self._looked_over.add((layer, expert.id))
+                kernels.expert_mlp(z, at.rows, w1, w3, w2, self._act, slots, at.slots)
+        except StorageError as error:
+            failed = wanted.pop(error.expert, None) if error.expert is not None else None
+            if failed is None or error.layer not in (layer, None):
+                raise
+            rows_failed(failed.rows.astype(np.intp), error)
+            for expert_id in [e for e, at in wanted.items() if np.isin(at.rows, failed.rows).all()]:
+                del wanted[expert_id]
 
 
-def _route(c: ModelConfig, layer: int, w: MoeWeights, b: FfnBuffers, ids: I32, rows_failed: RowsFailed) -> None:
-    """Fill ids and b.weights. Rows with a logit that is not finite are failed and routed as if all were 0."""
-    chosen, weights = c.num_experts_per_token, b.weights
-    if kernels.route(b.logits, w.bias, chosen, c.renormalize, c.routed_scaling_factor, ids, weights):
-        return
-    bad = np.flatnonzero(~np.isfinite(b.logits).all(axis=1))
-    rows_failed(bad, StoreError(f"numbers in layer {layer} are not finite before the router"))
-    b.logits[bad] = 0
-    if not kernels.route(b.logits, w.bias, chosen, c.renormalize, c.routed_scaling_factor, ids, weights):
-        raise StoreError(f"the router's correction bias in layer {layer} is not finite; the checkpoint is damaged")
+def _damage(layer: int, expert: Expert) -> StoreError | None:
+    """What makes an expert unusable, looked for when it is first seen: an MXFP4 scale of 255 has no value (2.5)."""
+    for name, array in expert.parts.items():
+        if name.endswith("weight_scale") and not kernels.mxfp4_scales_valid(array):
+            where = f"expert {expert.id} of layer {layer}, {name}"
+            return StoreError(f"{where}: an MXFP4 scale of 255, which is not a number; the checkpoint is damaged")
+    return None
 
 
 def _group(ids: I32) -> dict[int, Wanted]:
@@ -128,34 +175,7 @@ def _slot(i: int) -> I32:
     return _SLOTS[i]
 
 
-def _compute(
-    layer: int,
-    arriving: Acquisition,
-    wanted: dict[int, Wanted],
-    act: Activation,
-    z: F32,
-    slots: F32,
-    ids: I32,
-    rows_failed: RowsFailed,
-) -> bool:
-    """Take every expert as it arrives and out of `wanted`. Returns True when one could not be read and others are
-    left: its rows are failed by then, and experts that only those rows wanted are out of `wanted`."""
-    try:
-        for expert in arriving.as_they_arrive():
-            at = wanted.pop(expert.id)
-            w1, w2, w3 = _matrices(expert)
-            kernels.expert_mlp(z, at.rows, w1, w3, w2, act, slots, at.slots)
-    except StorageError as error:
-        failed = wanted.pop(error.expert, None) if error.expert is not None else None
-        if failed is None or error.layer not in (layer, None):
-            raise
-        rows_failed(failed.rows.astype(np.intp), error)
-        for expert_id in [e for e, at in wanted.items() if np.isin(at.rows, failed.rows).all()]:
-            del wanted[expert_id]
-    return bool(wanted)
-
-
-def _matrices(expert: Expert) -> tuple[kernels.Weight, kernels.Weight, kernels.Weight]:
+def _matrices(expert: Expert) -> tuple[Weight, Weight, Weight]:
     """w1, w2, w3 as kernels take them: MXFP4 iff the parts are packed."""
     parts = expert.parts
     if "w1.weight" in parts:

@@ -27,6 +27,7 @@ from sluice.io.experts import ExpertSource
 from sluice.io.trunk import TrunkSource
 
 OnLayer = Callable[[int], Sequence[int]]
+OnRoute = Callable[[int, NDArray[np.int32]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,12 @@ class Network:
         *,
         prefix: str,
         lookahead: Lookahead | None = None,
+        on_route: OnRoute | None = None,
     ) -> None:
-        """prefix: what text tensors' names begin with (`names.bind`). Vectors are fetched now, matrices never."""
+        """prefix: what text tensors' names begin with (`names.bind`). Vectors are fetched now, matrices never.
+        on_route(layer, ids) sees every routing decision, (T, chosen) int32, best first; it must not keep ids."""
         self.config = config
+        self.on_route = on_route
         self.lookahead = lookahead or Lookahead()
         self.vocab_size = config.vocab_size
         self.layers = config.num_hidden_layers
@@ -60,6 +64,7 @@ class Network:
         self._linear = Linear(trunk)
         self._weights = load_weights(config, trunk, prefix)
         self._act = feedforward.activation(config)
+        self._mixture = feedforward.Mixture(config, self._linear, experts)
         self._arena = Arena(config)
 
     def new_state(self, context_tokens: int) -> SequenceState:
@@ -199,9 +204,9 @@ class _Pass:
         if isinstance(w, GatedMlp):
             feedforward.gated_mlp(w, net._act, net._linear, x, b.gate, b.up, out)
             return
-        feedforward.moe(
-            self.c, layer.index, w, net._act, net._linear, net._experts, x, b, self.s.ids, out, self._rows_failed
-        )
+        net._mixture(layer.index, w, x, b, self.s.ids, out, self._rows_failed)
+        if net.on_route is not None:
+            net.on_route(layer.index, self.s.ids)
 
     def _logits(self) -> list[F32 | None]:
         """h = mix(B + [p]);  logits = lm_head · rms(h), for the rows that are wanted"""

@@ -322,9 +322,9 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorFacts]) -> st
                     expect(here + part, shape, PLAIN)
     for name, size in (("moe_intermediate_size", config.moe_intermediate_size), ("expert width", config.expert_width)):
         if True in kinds and size % 32:
-            problems.wrong.append(f"{name} is {size}; MXFP4 experts need a multiple of 32")
+            problems.wrong.insert(0, f"{name} is {size}; MXFP4 experts need a multiple of 32")
     if len(kinds) > 1:
-        problems.wrong.append("some routed experts are stored as MXFP4 and others plain")
+        problems.wrong.insert(0, "some routed experts are stored as MXFP4 and others plain")
 
     layers = prefix + "model.layers."
     strange = [name for name in tensors if name not in known]
