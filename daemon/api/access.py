@@ -11,13 +11,13 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from sluice.daemon.api.errors import Refusal
 from sluice.daemon.api.exchange import Exchange
+from sluice.daemon.service.settings import ServerSettings
 from sluice.io.errors import PresetError
 
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)  # Linux 4.13; not named by Python
@@ -58,9 +58,11 @@ def peer_of(connection: socket.socket) -> Peer | None:
     return Peer(pid, uid, frozenset(gids))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Access:
-    """The rules. uids, gids: the allow lists of the Unix socket; both empty means whoever the socket's mode
+    """The rules in force; `replace` puts others into force for every request that comes after.
+
+    uids, gids: the allow lists of the Unix socket; both empty means whoever the socket's mode
     lets in. `always` are let in beside a list: root, who could anyhow, and the daemon's own user.
     token: what TCP must present; without one no TCP request is served."""
 
@@ -72,6 +74,10 @@ class Access:
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) < _MIN_TOKEN_BYTES:
             raise PresetError(f"the bearer token has {len(self.token)} bytes; it needs at least {_MIN_TOKEN_BYTES}")
+
+    def replace(self, other: Access) -> None:
+        """Take over the rules of `other`, at a reload."""
+        self.uids, self.gids, self.token, self.always = other.uids, other.gids, other.token, other.always
 
     def allows(self, peer: Peer | None) -> bool:
         """Whether the lists let `peer` in."""
@@ -105,21 +111,24 @@ class Access:
             )
 
 
-def access_from(allow_users: Iterable[str], allow_groups: Iterable[str], token_file: Path | None) -> Access:
-    """The rules of settings.server. Raises PresetError for a user or group this machine does not know, and for
-    a token file that cannot be read, is empty, or can be read by others."""
+def access_from(settings: ServerSettings) -> Access:
+    """The rules of the `[server]` section. Raises PresetError for a user or group this machine does not know, a
+    token file that cannot be read, is empty or may be read by others, and a TCP listener without one."""
     uids, gids = set(), set()
-    for user in allow_users:
+    for user in settings.allow_users:
         try:
             uids.add(pwd.getpwnam(user).pw_uid)
         except KeyError:
             raise PresetError(f"server.allow_users names {user!r}, which is no user of this machine") from None
-    for group in allow_groups:
+    for group in settings.allow_groups:
         try:
             gids.add(grp.getgrnam(group).gr_gid)
         except KeyError:
             raise PresetError(f"server.allow_groups names {group!r}, which is no group of this machine") from None
-    return Access(frozenset(uids), frozenset(gids), None if token_file is None else read_token(token_file))
+    token = None if settings.token_file is None else read_token(settings.token_file)
+    if settings.tcp is not None and token is None:
+        raise PresetError(f"server.tcp is {settings.tcp}, but server.token_file names no file with a token for it")
+    return Access(frozenset(uids), frozenset(gids), token)
 
 
 def read_token(path: Path) -> bytes:

@@ -20,12 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sluice.daemon.api.access import Access
+from sluice.daemon.api.chat import chat_completions
 from sluice.daemon.api.completions import completions
 from sluice.daemon.api.errors import ClientLeft, Refusal, ServiceUnavailable, error_kind, error_reply
 from sluice.daemon.api.exchange import Exchange, account_fields
 from sluice.daemon.api.house import House
 from sluice.daemon.api.limits import Limits
+from sluice.daemon.api.openapi import document
 from sluice.daemon.api.served import ServedModel
+from sluice.daemon.api.tokens import detokenize, tokenize
+from sluice.daemon.chat.constraint import Constrainer
 from sluice.daemon.engine.requests import EngineClient
 from sluice.daemon.service.metrics import CONTENT_TYPE, Metrics
 from sluice.io.errors import RequestError, SluiceError
@@ -52,10 +56,9 @@ class Endpoint:
 class Edge:
     """Outermost: nothing that happens below leaves here as an exception, but for cancellation."""
 
-    def __init__(self, app: ASGIApp, house: House, access: Access | None) -> None:
+    def __init__(self, app: ASGIApp, house: House) -> None:
         self._app = app
         self._house = house
-        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # lifespan is off and websockets are not spoken
@@ -81,8 +84,8 @@ class Edge:
     async def _guarded(self, exchange: Exchange, scope: Scope) -> None:
         account = exchange.account
         try:
-            if self._access is not None:
-                self._access.check(exchange)
+            if self._house.access is not None:
+                self._house.access.check(exchange)
             if exchange.connection is not None and exchange.connection.over_limit:
                 raise ServiceUnavailable("too many connections are open", 1, close=True)
             await self._app(scope, exchange.receive, exchange.send)
@@ -195,14 +198,23 @@ async def metrics(house: House, exchange: Exchange) -> None:
     await exchange.reply(house.metrics.render(), content_type=CONTENT_TYPE)
 
 
+async def openapi(house: House, exchange: Exchange) -> None:
+    """The surface described for programs."""
+    await exchange.reply_json(document())
+
+
 _ROUTES: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{id:path}", model),
     ("GET", "/v1/status", status),
     ("GET", "/health/live", live),
     ("GET", "/health/ready", ready),
     ("GET", "/metrics", metrics),
+    ("GET", "/openapi.json", openapi),
 )
 _KNOWN = frozenset(path for _, path, _ in _ROUTES)
 
@@ -235,10 +247,12 @@ def create_app(
         limits=limits or Limits(),
         metrics=Metrics(engine.status, lambda: house.connection_count()),
         threads=ThreadPoolExecutor(2, thread_name_prefix="sluice-text"),
+        constrainer=None if model.tokenizer.markers is None else Constrainer(model.tokenizer),
+        access=access,
     )
     routes = [Route(path, Endpoint(house, handler), methods=[method]) for method, path, handler in _ROUTES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _raise})
     app.router.redirect_slashes = False
     app.state.house = house
-    app.add_middleware(Edge, house=house, access=access)
+    app.add_middleware(Edge, house=house)
     return app

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from sluice.daemon.api.access import Access
 from sluice.daemon.api.errors import ServiceUnavailable
 from sluice.daemon.api.exchange import Exchange
 from sluice.daemon.api.limits import Limits
 from sluice.daemon.api.served import ServedModel
+from sluice.daemon.chat.constraint import Constrainer
 from sluice.daemon.engine.requests import EngineClient
 from sluice.daemon.service.metrics import Metrics
 from sluice.io.errors import RequestError, SluiceError
@@ -28,13 +30,17 @@ _PRIORITY_WORDS = {"interactive": 0, "people": 0, "background": 10}
 
 @dataclass(slots=True, eq=False)
 class House:
-    """State of one app. `running` are the exchanges that hold generations; `draining` refuses new ones."""
+    """State of one app. constrainer: None for a model whose tokenizer has no chat markers. `running`
+    are the exchanges that hold generations; `draining` refuses new ones.
+    `access` may be replaced while serving (a reload of the allow lists)."""
 
     engine: EngineClient
     model: ServedModel
     limits: Limits
     metrics: Metrics
     threads: ThreadPoolExecutor
+    constrainer: Constrainer | None
+    access: Access | None = None
     wall: Callable[[], float] = time.time
     running: set[Exchange] = field(default_factory=set)
     draining: bool = False

@@ -157,6 +157,115 @@ class Completion(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
 
 
+class FunctionCall(msgspec.Struct):
+    """arguments: JSON text, as the model wrote it; visibly unfinished when the limit cut it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class Message(msgspec.Struct):
+    """content is null only beside tool calls; reasoning_content is there only when there is some."""
+
+    role: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    """token is the lossy text of bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Entries for the tokens of content only."""
+
+    content: list[TokenLogprob]
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    logits_fingerprint: str | UnsetType | None = UNSET
+
+
+class Extension(msgspec.Struct):
+    """What was in force: thinking is the effort or "off"; seed the one used, drawn or given; enforced says that
+    a grammar held the answer to response_format or tool_choice."""
+
+    thinking: str
+    seed: int
+    enforced: bool
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    sluice: Extension
+
+
+class FunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    logits_fingerprint: str | UnsetType | None = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    sluice: Extension | UnsetType = UNSET
+
+
 class ModelEntry(msgspec.Struct):
     id: str
     object: str

@@ -24,7 +24,7 @@ from sluice.daemon.api.schemas import (
 )
 from sluice.daemon.api.sse import EventStream, progress_comment
 from sluice.daemon.chat.reply import ReplyEvent
-from sluice.daemon.engine.requests import Event, Generation, GenerationRequest, Progress, Token
+from sluice.daemon.engine.requests import Event, Generation, GenerationRequest, Progress, Token, TokenConstraint
 from sluice.io.errors import ContextExceeded, RequestError
 
 
@@ -57,13 +57,21 @@ class Form(ABC):
         return False
 
 
-async def serve(house: House, exchange: Exchange, request: Common, template: GenerationRequest, form: Form) -> None:
-    """Run a request to its end. `template` is its first choice; the others differ in their seed."""
+async def serve(
+    house: House,
+    exchange: Exchange,
+    request: Common,
+    template: GenerationRequest,
+    form: Form,
+    constraints: Sequence[TokenConstraint] = (),
+) -> None:
+    """Run a request to its end. `template` is its first choice; the others differ in their seed, and each has a
+    constraint of its own, because constraints have a state."""
     house.admit()
     account = exchange.account
     account.model, account.stream, account.choices = house.model.name, bool(request.stream), len(form.choices)
     account.prompt_tokens, account.priority = len(template.prompt_ids), template.priority
-    generations = submit_all(house.engine, seeded(template, len(form.choices)))
+    generations = submit_all(house.engine, seeded(template, len(form.choices), constraints))
     house.running.add(exchange)
     try:
         if request.stream:
@@ -130,11 +138,20 @@ def _advance(form: Form, choice: Choice, event: Event) -> list[object]:
     return []
 
 
-def seeded(template: GenerationRequest, choices: int) -> list[GenerationRequest]:
-    """One request a choice, equal but for the seed."""
+def seeded(
+    template: GenerationRequest, choices: int, constraints: Sequence[TokenConstraint] = ()
+) -> list[GenerationRequest]:
+    """One request a choice, equal but for seed and constraint."""
     sampling = template.sampling
     seed = sampling.seed or 0
-    return [replace(template, sampling=replace(sampling, seed=derived_seed(seed, choice))) for choice in range(choices)]
+    return [
+        replace(
+            template,
+            sampling=replace(sampling, seed=derived_seed(seed, choice)),
+            constraint=constraints[choice] if constraints else None,
+        )
+        for choice in range(choices)
+    ]
 
 
 def usage_of(prompt_tokens: int, choices: Sequence[Choice], reasoning_tokens: int | None = None) -> Usage:

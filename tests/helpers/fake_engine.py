@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import struct
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -168,3 +168,45 @@ def _single_bytes() -> dict[int, int]:
     tokenizer = vocabularies.mini()
     tokens = ((tokenizer.token_bytes(rank), rank) for rank in range(tokenizer.n_ranks))
     return {token[0]: rank for token, rank in tokens if len(token) == 1}
+
+
+def reply_ids(*pieces: str, encode: Callable[[str], list[int]] | None = None) -> list[int]:
+    """Ids of a reply written with markers: names of control tokens are those tokens, the rest is text, cut by
+    `encode` (the tokenizer's own way when it is None)."""
+    tokenizer = vocabularies.mini()
+    out: list[int] = []
+    for piece in pieces:
+        control = tokenizer.control.get(piece)
+        out += [control] if control is not None else (encode or tokenizer.encode_text)(piece)
+    return out
+
+
+OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
+
+
+def tag(name: str) -> list[str]:
+    return [OPEN, name, SEP]
+
+
+def end_tag(name: str) -> list[str]:
+    return [CLOSE, name, SEP]
+
+
+def answer(content: str, thought: str | None = None, calls: Sequence[str] = ()) -> list[str]:
+    """The pieces of a well-formed reply. thought None: thinking was off. calls: bodies of call elements, as
+    `name|key=value|...` with string values."""
+    pieces: list[str] = []
+    if thought is not None:
+        pieces += [thought, *end_tag("think"), *tag("response")]
+    pieces += [content, *end_tag("response")]
+    if calls:
+        pieces += tag("tools")
+        for number, call in enumerate(calls, start=1):
+            name, *arguments = call.split("|")
+            pieces += tag(f'call tool="{name}" index="{number}"')
+            for argument in arguments:
+                key, _, value = argument.partition("=")
+                pieces += [*tag(f'argument key="{key}" type="string"'), value, *end_tag("argument")]
+            pieces += end_tag("call")
+        pieces += end_tag("tools")
+    return [*pieces, *end_tag("message"), END]
