@@ -81,6 +81,29 @@ def test_a_latent_moe_matches_its_fixture_to_the_scale_of_its_output() -> None:
     peer.close_to_scale(out, f["out"])
 
 
+@pytest.mark.parametrize("name", ["layer_kda", "layer_mla"])
+def test_a_whole_decoder_layer_matches_its_fixture(name: str) -> None:
+    f = peer.operation(name)
+    c, w = tiny_config(), weights(peer.operation_tensors(f))
+    bank = list(f["block_residual_in"].transpose(1, 0, 2).astype(float))
+    p = f["in"][0].astype(float)
+
+    def mixed(site: str) -> np.ndarray:
+        norm, proj = w(f"{site}_norm.weight"), w(f"{site}_proj.weight")[0]
+        return np.stack([ref.mix([*(v[t] for v in bank), p[t]], norm, proj, f["rms_eps"]) for t in range(4)])
+
+    x = ref.rms(mixed("self_attention_res"), w("input_layernorm.weight"), f["rms_eps"])
+    a = ref.mla(c, x, w, f["rms_eps"])[0] if f["is_mla"] else ref.kda(c, x, w)[0]
+    if f["layer_idx"] % f["attn_res_block_size"] == 0:
+        bank.append(p)
+        p = a
+    else:
+        p = p + a
+    p = p + ref.moe(c, ref.rms(mixed("mlp_res"), w("post_attention_layernorm.weight"), f["rms_eps"]), w)
+    close(p, f["out"])
+    close(np.stack(bank, axis=1), f["block_residual_out"])
+
+
 def test_mxfp4_bytes_of_the_released_checkpoint_decode_exactly() -> None:
     f = json.loads(shared_path("fixtures/peer/mxfp4.json").read_text())
     packed, scales, expected = (np.array(f[k]["data"]).reshape(f[k]["shape"]) for k in ("packed", "scales", "expected"))

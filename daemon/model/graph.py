@@ -1,6 +1,7 @@
 """The layer graph: tokens in, logits out (specification 3.1). Read it beside section 3.
 
-Owns the order of operations of one forward pass over several sequences, and who is dropped from it and why.
+Owns one forward pass over several sequences from embedding to head, and who is dropped from it and why; `layer`
+has what happens inside a layer.
 Weights come from `sluice.io` when they are there; arithmetic is `sluice.kernels`; what happens between passes
 is the engine's. A pass blocks its thread until it is done.
 """
@@ -15,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice import kernels
-from sluice.daemon.model import feedforward
-from sluice.daemon.model.attention import Rows, kda, mla
+from sluice.daemon.model.attention import Rows
 from sluice.daemon.model.batch import PassResult, Segment
 from sluice.daemon.model.config import ModelConfig
+from sluice.daemon.model.layer import LayerRun, mix
 from sluice.daemon.model.scratch import F32, Arena, Scratch
 from sluice.daemon.model.state import SequenceState
-from sluice.daemon.model.weights import GatedMlp, KdaWeights, LayerWeights, Linear, MoeWeights, load_weights
+from sluice.daemon.model.weights import GatedMlp, Linear, MoeWeights, load_weights
 from sluice.io.errors import ContextExceeded, RequestError, SluiceError, StoreError
 from sluice.io.experts import ExpertSource
 from sluice.io.trunk import TrunkSource
@@ -63,8 +64,7 @@ class Network:
         self._experts = experts
         self._linear = Linear(trunk)
         self._weights = load_weights(config, trunk, prefix)
-        self._act = feedforward.activation(config)
-        self._mixture = feedforward.Mixture(config, self._linear, experts)
+        self._layer = LayerRun(config, self._linear, trunk, experts)
         self._arena = Arena(config)
 
     def new_state(self, context_tokens: int) -> SequenceState:
@@ -147,7 +147,7 @@ class _Pass:
                 self._drop(on_layer(layer.index) if on_layer is not None else ())
                 if not self.sequences:
                     return [None] * len(self.segments)
-            self._layer(layer)
+            self.blocks = self.net._layer(layer, self.sequences, self.s, self.blocks, self._rows_failed)
             if self.net.lookahead.width:
                 self._foresee(layer.index)
         self._drop(())
@@ -157,56 +157,6 @@ class _Pass:
         """p = E[token]"""
         ids = np.concatenate([segment.token_ids for segment in self.segments]).astype(np.int64)
         self.s.residual.p[...] = self.net._trunk.rows(self.w.embedding, ids)
-
-    def _layer(self, layer: LayerWeights) -> None:
-        c, r = self.c, self.s.residual
-        if c.attn_res_block_size is None:
-            # h += attention(rms(h));  h += ffn(rms(h))
-            kernels.rmsnorm(r.p, layer.input_norm, c.rms_norm_eps, r.x)
-            self._attention(layer, r.x, r.y)
-            np.add(r.p, r.y, out=r.p)
-            kernels.rmsnorm(r.p, layer.post_attention_norm, c.rms_norm_eps, r.x)
-            self._ffn(layer, r.x, r.y)
-            np.add(r.p, r.y, out=r.p)
-            return
-        # h = mix(B + [p])  if B is not empty else p
-        h = self._mix(layer.attention_res, r.h) if self.blocks else r.p
-        kernels.rmsnorm(h, layer.input_norm, c.rms_norm_eps, r.x)
-        if layer.index % c.attn_res_block_size == 0:
-            # the vector that entered the layer goes into the bank, and the sum restarts from the attention output
-            r.bank[self.blocks] = r.p
-            self.blocks += 1
-            self._attention(layer, r.x, r.p)
-        else:
-            self._attention(layer, r.x, r.y)
-            np.add(r.p, r.y, out=r.p)
-        # h = mix(B + [p]);  p = p + ffn(rms(h))
-        kernels.rmsnorm(self._mix(layer.ffn_res, r.h), layer.post_attention_norm, c.rms_norm_eps, r.x)
-        self._ffn(layer, r.x, r.y)
-        np.add(r.p, r.y, out=r.p)
-
-    def _mix(self, folded: F32 | None, out: F32) -> F32:
-        """softmax over the bank and p: keys normalised, values raw (3.1)."""
-        r = self.s.residual
-        assert folded is not None
-        kernels.attnres_mix(r.bank, self.blocks, r.p, folded, self.c.rms_norm_eps, out)
-        return out
-
-    def _attention(self, layer: LayerWeights, x: F32, out: F32) -> None:
-        net, w = self.net, layer.attention
-        if isinstance(w, KdaWeights):
-            kda(self.c, w, net._linear, x, self.sequences, self.s.kda, out)
-        else:
-            mla(self.c, w, net._linear, net._trunk, x, self.sequences, self.s.mla, out)
-
-    def _ffn(self, layer: LayerWeights, x: F32, out: F32) -> None:
-        net, w, b = self.net, layer.ffn, self.s.ffn
-        if isinstance(w, GatedMlp):
-            feedforward.gated_mlp(w, net._act, net._linear, x, b.gate, b.up, out)
-            return
-        net._mixture(layer.index, w, x, b, self.s.ids, out, self._rows_failed)
-        if net.on_route is not None:
-            net.on_route(layer.index, self.s.ids)
 
     def _logits(self) -> list[F32 | None]:
         """h = mix(B + [p]);  logits = lm_head · rms(h), for the rows that are wanted"""
@@ -286,7 +236,7 @@ class _Pass:
             router = self._resident_router(layer.ffn)
             if router is None:
                 continue
-            h = r.p if layer.ffn_res is None else self._mix(layer.ffn_res, r.h)
+            h = r.p if layer.ffn_res is None else mix(r, self.blocks, layer.ffn_res, c.rms_norm_eps)
             kernels.rmsnorm(h, layer.post_attention_norm, c.rms_norm_eps, r.y)
             logits = self.s.ffn.logits
             kernels.matmul(r.y, router, logits)
