@@ -93,6 +93,11 @@ def call_function(call: Any, path: str) -> Mapping[str, Any]:
     return function
 
 
+def escape_attribute(value: str) -> str:
+    """An attribute's value as it is written: the ampersand, then the double quote, nothing else."""
+    return value.replace("&", "&amp;").replace('"', "&quot;")
+
+
 def json_compact(value: Any, path: str) -> str:
     """JSON as declarations and schemas have it: keys sorted by code point at every depth, no white space."""
     return _dump(value, path, sort_keys=True, separators=(",", ":"))
@@ -135,7 +140,7 @@ class _Renderer:
         for key, value in attributes:
             self.segments += (Segment(" " + key, False), Segment('="', False))
             if value:
-                self.segments.append(Segment(value.replace("&", "&amp;").replace('"', "&quot;"), False))
+                self.segments.append(Segment(escape_attribute(value), False))
             self.segments.append(Segment('"', False))
         self.segments.append(SEP)
 
@@ -243,7 +248,7 @@ class _Renderer:
             return
         for key, value in call.arguments.items():
             _check_scalars(_string(key, call.path), call.path)
-            self.open("argument", ("key", key), ("type", _type_name(value)))
+            self.open("argument", ("key", key), ("type", type_name(value)))
             self.text(value if isinstance(value, str) else _dump(value, call.path), call.path)
             self.close("argument")
 
@@ -344,11 +349,12 @@ def _arguments(value: Any, path: str) -> Mapping[str, Any] | str:
         except (RecursionError, ValueError) as error:  # nested too deep, or a number of more than 4300 digits
             raise RequestError(f"{path} cannot be read: {error}", param=path) from None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{path} must be a JSON object, not {_type_name(value)}", param=path)
+        raise RequestError(f"{path} must be a JSON object, not {type_name(value)}", param=path)
     return value
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The type an argument of this value is written with."""
     if isinstance(value, bool):  # before number: a bool is an int to Python
         return "boolean"
     if value is None:
