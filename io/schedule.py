@@ -121,6 +121,62 @@ class Read:
         )
 
 
+class Waiter:
+    """How a thread that is not the loop's waits for reads: a condition that completions notify, and a limit after
+    which a read in flight counts as stuck. The lock also guards the state of whoever owns the waiter."""
+
+    def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.condition = threading.Condition()
+        self.stuck_seconds = stuck_seconds
+        self.wait_seconds = 0.0
+        self.waits = 0
+        self._clock = clock
+
+    def wait_until(self, predicate: Callable[[], bool], reads: Callable[[], Iterable[Read]]) -> None:
+        """Wait, holding the condition, until the predicate is true. Raises StorageError naming a read that has been
+        in flight for longer than stuck_seconds; its buffer stays lent until the kernel is done with it."""
+        if predicate():
+            return
+        began = self._clock()
+        self.waits += 1
+        try:
+            while not self.condition.wait_for(predicate, timeout=min(1.0, self.stuck_seconds / 4)):
+                now = self._clock()
+                for read in reads():
+                    if read.state is State.FLYING and now - read.since > self.stuck_seconds:
+                        raise read.error(f"read stuck for {now - read.since:.0f} s")
+        finally:
+            self.wait_seconds += self._clock() - began
+
+
+def fetch(scheduler: Scheduler, waiter: Waiter, reads: Sequence[Read], release: Callable[[Read], None]) -> None:
+    """Submit reads and wait for all. Their on_done is set here; `release` is called for each when the kernel is done
+    with its buffer, on the loop's thread, holding the condition. Raises the first StorageError once all have ended."""
+    left = [len(reads)]
+    errors: list[StorageError] = []
+
+    def on_done(read: Read, error: StorageError | None) -> None:
+        with waiter.condition:
+            left[0] -= 1
+            if error is not None:
+                errors.append(error)
+            release(read)
+            if not left[0]:
+                waiter.condition.notify_all()
+
+    for read in reads:
+        read.on_done = on_done
+    scheduler.submit(reads)
+    with waiter.condition:
+        waiter.wait_until(lambda: not left[0], lambda: reads)
+    if errors:
+        raise errors[0]
+
+
+def ignore_end(read: Read, error: StorageError | None) -> None:
+    """An on_done for reads that `fetch` will take over."""
+
+
 @dataclass(frozen=True, slots=True)
 class DriveStats:
     """One drive since start. bytes are those that were asked for, without slack for alignment; busy_seconds: with a

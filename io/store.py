@@ -73,6 +73,15 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [row0, row0 + rows) of a tensor, and where they lie. A piece with a checksum is read whole."""
+
+    row0: int
+    rows: int
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNaming:
     """How routed experts are called.
 
@@ -290,13 +299,13 @@ class Store:
         """
         return _open_in_place(Path(path), [Path(r) for r in roots])
 
-    def extents(self, name: str) -> tuple[Extent, ...]:
-        """The bytes of one tensor, in order. Raises KeyError for an unknown name."""
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """The rows of one tensor (first dimension; a scalar is one row), in order. Raises KeyError."""
         found = self._catalogue.find(name)
         if found is None:
             raise KeyError(name)
         file, dtype, shape, offset = found
-        return (Extent(file, offset, tensor_bytes(dtype, shape)),)
+        return (Piece(0, shape[0] if shape else 1, Extent(file, offset, tensor_bytes(dtype, shape))),)
 
     # --- experts ---
 

@@ -48,6 +48,11 @@ def write_checkpoint(
     return folders[0]
 
 
+def bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bf16 bits as float32, by the definition: the upper half of a float32."""
+    return np.left_shift(bits.astype(np.uint32), 16).view(np.float32)
+
+
 class Toy:
     """A model of random bytes: per layer two matrices, one `whole`, a vector, experts; an embedding and a head.
 
@@ -64,17 +69,17 @@ class Toy:
         self.vectors: list[str] = []
         self.tensors: dict[str, NDArray] = {}
 
-        def bf16(*shape: int) -> tuple[str, NDArray]:
+        def random_bf16(*shape: int) -> tuple[str, NDArray]:
             return "BF16", rng.integers(0, 0x3FFF, shape, dtype=np.uint16)
 
         for layer in range(layers):
             p = f"{PREFIX}{layer}."
             shard: dict[str, tuple[str, NDArray]] = {
                 p + "bias": ("F32", rng.standard_normal(7).astype(np.float32)),
-                p + "norm.weight": bf16(width),
-                p + "down.weight": bf16(width, rows),
-                p + "kv_b.weight": bf16(rows // 2, width),
-                p + "up.weight": bf16(rows, width),
+                p + "norm.weight": random_bf16(width),
+                p + "down.weight": random_bf16(width, rows),
+                p + "kv_b.weight": random_bf16(rows // 2, width),
+                p + "up.weight": random_bf16(rows, width),
             }
             for e in sorted(map(str, range(experts))):
                 for part in PARTS:
@@ -89,9 +94,9 @@ class Toy:
             ]
             self.vectors += [p + "bias", p + "norm.weight"]
         self.shards[f"model-{layers + 1:05d}-of-{layers + 1:05d}.safetensors"] = {
-            "model.embed.weight": bf16(vocabulary, width),
+            "model.embed.weight": random_bf16(vocabulary, width),
             "model.norm.weight": ("F16", rng.standard_normal(width).astype(np.float16)),
-            "head.weight": bf16(vocabulary, width),
+            "head.weight": random_bf16(vocabulary, width),
         }
         self.order.append(MatrixUse("head.weight", row_multiple=4))
         self.vectors.append("model.norm.weight")
