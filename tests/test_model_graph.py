@@ -440,10 +440,12 @@ def test_experts_of_a_chunk_are_asked_for_once_in_router_order_over_rows() -> No
     config, tensors, tokens = drawn("k3", 3)
     single, _, one_by_one = network(config, tensors)
     run(single, tokens, 1)
-    net, _, experts = network(config, tensors)
+    told: list[tuple[int, list[list[int]]]] = []
+    net, _, experts = network(config, tensors, on_route=lambda layer, chosen: told.append((layer, chosen.tolist())))
     run(net, tokens)
     layers = net.config.moe_layers
     assert [layer for layer, _ in experts.asked] == list(layers)
     for layer, chosen in experts.asked:
         rows = [asked for at, asked in one_by_one.asked if at == layer]
         assert chosen == list(dict.fromkeys(e for row in rows for e in row))
+        assert (layer, rows) in told

@@ -22,6 +22,7 @@ from sluice.io.experts import Acquisition, Expert, ExpertSource
 
 Activation = kernels.Situ | kernels.Silu
 Weight = NDArray[Any] | kernels.Mxfp4
+OnRoute = Callable[[int, I32], None]
 RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
 """Told which rows of the pass are lost and why; the pass goes on for the others."""
 
@@ -49,8 +50,10 @@ def gated_mlp(w: GatedMlp, act: Activation, linear: Linear, x: F32, gate: F32, u
 class Mixture:
     """The mixtures of one network: where experts come from, and which were looked over already."""
 
-    def __init__(self, c: ModelConfig, linear: Linear, experts: ExpertSource) -> None:
+    def __init__(self, c: ModelConfig, linear: Linear, experts: ExpertSource, on_route: OnRoute | None = None) -> None:
+        """on_route: told every routing decision, (layer, ids (T, chosen)); the ids are only lent."""
         self._c = c
+        self._on_route = on_route
         self._act = activation(c)
         self._linear = linear
         self._experts = experts
@@ -69,6 +72,8 @@ class Mixture:
         # ℓ = W_r x; sel = top-k of σ(ℓ) + bias; w_e = σ(ℓ)_e / Σ_sel σ(ℓ) · scaling
         linear(x, w.router, b.logits)
         self._route(layer, w, b, ids, rows_failed)
+        if self._on_route is not None:
+            self._on_route(layer, ids)
         wanted = _group(ids)
         with self._experts.acquire(layer, list(wanted)) as arriving:
             # what needs no expert, while the first ones are being read

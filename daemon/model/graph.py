@@ -19,6 +19,7 @@ from sluice import kernels
 from sluice.daemon.model.attention import Rows
 from sluice.daemon.model.batch import PassResult, Segment
 from sluice.daemon.model.config import ModelConfig
+from sluice.daemon.model.feedforward import OnRoute
 from sluice.daemon.model.layer import LayerRun, mix
 from sluice.daemon.model.scratch import F32, Arena, Scratch
 from sluice.daemon.model.state import SequenceState
@@ -28,7 +29,6 @@ from sluice.io.experts import ExpertSource
 from sluice.io.trunk import TrunkSource
 
 OnLayer = Callable[[int], Sequence[int]]
-OnRoute = Callable[[int, NDArray[np.int32]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class Network:
         """prefix: what text tensors' names begin with (`names.bind`). Vectors are fetched now, matrices never.
         on_route(layer, ids) sees every routing decision, (T, chosen) int32, best first; it must not keep ids."""
         self.config = config
-        self.on_route = on_route
         self.lookahead = lookahead or Lookahead()
         self.vocab_size = config.vocab_size
         self.layers = config.num_hidden_layers
@@ -64,7 +63,7 @@ class Network:
         self._experts = experts
         self._linear = Linear(trunk)
         self._weights = load_weights(config, trunk, prefix)
-        self._layer = LayerRun(config, self._linear, trunk, experts)
+        self._layer = LayerRun(config, self._linear, trunk, experts, on_route)
         self._arena = Arena(config)
 
     def new_state(self, context_tokens: int) -> SequenceState:

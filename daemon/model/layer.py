@@ -12,7 +12,7 @@ import numpy as np
 from sluice import kernels
 from sluice.daemon.model.attention import Rows, kda, mla
 from sluice.daemon.model.config import ModelConfig
-from sluice.daemon.model.feedforward import Mixture, RowsFailed, activation, gated_mlp
+from sluice.daemon.model.feedforward import Mixture, OnRoute, RowsFailed, activation, gated_mlp
 from sluice.daemon.model.scratch import F32, ResidualBuffers, Scratch
 from sluice.daemon.model.weights import GatedMlp, KdaWeights, LayerWeights, Linear
 from sluice.io.experts import ExpertSource
@@ -29,12 +29,19 @@ def mix(r: ResidualBuffers, blocks: int, folded: F32, eps: float) -> F32:
 class LayerRun:
     """Runs single layers of one network over rows of several sequences."""
 
-    def __init__(self, c: ModelConfig, linear: Linear, trunk: TrunkSource, experts: ExpertSource) -> None:
+    def __init__(
+        self,
+        c: ModelConfig,
+        linear: Linear,
+        trunk: TrunkSource,
+        experts: ExpertSource,
+        on_route: OnRoute | None = None,
+    ) -> None:
         self._c = c
         self._act = activation(c)
         self._linear = linear
         self._trunk = trunk
-        self._mixture = Mixture(c, linear, experts)
+        self._mixture = Mixture(c, linear, experts, on_route)
 
     def __call__(
         self, w: LayerWeights, sequences: Sequence[Rows], s: Scratch, blocks: int, rows_failed: RowsFailed

@@ -6,7 +6,7 @@ after the next was asked for, shuffled arrival of experts) and that fail when to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -170,13 +170,14 @@ def network(
     fail_at: str | None = None,
     lookahead: Lookahead | None = None,
     latent_norm_eps: float | None = None,
+    on_route: Callable[[int, NDArray[np.int32]], None] | None = None,
 ) -> tuple[Network, FakeTrunk, FakeExperts]:
     """A network over fakes. `config`: the published keys, or as read."""
     read = config if isinstance(config, ModelConfig) else parse_config(dict(config), latent_norm_eps=latent_norm_eps)
     binding = names.bind(read, facts(tensors))
     trunk = FakeTrunk(tensors, binding.order, block_rows=block_rows, fail_at=fail_at)
     experts = FakeExperts(tensors, binding.prefix, shuffle=shuffle, failing=failing)
-    return Network(read, trunk, experts, prefix=binding.prefix, lookahead=lookahead), trunk, experts
+    return Network(read, trunk, experts, prefix=binding.prefix, lookahead=lookahead, on_route=on_route), trunk, experts
 
 
 def chunks(ids: Sequence[int], size: int) -> Iterator[NDArray[np.int32]]:
