@@ -88,6 +88,9 @@ class Edge:
                 self._house.access.check(exchange)
             if exchange.connection is not None and exchange.connection.over_limit:
                 raise ServiceUnavailable("too many connections are open", 1, close=True)
+            if _head_bytes(scope) > exchange.limits.header_bytes:
+                # h11 bounds a head that is still arriving; one that came whole is bounded here.
+                raise Refusal(431, f"the head is over the limit of {exchange.limits.header_bytes} bytes", close=True)
             await self._app(scope, exchange.receive, exchange.send)
             account.outcome = "ok"
         except asyncio.CancelledError:
@@ -143,6 +146,11 @@ class Edge:
             account.outcome,
             extra={"fields": fields},
         )
+
+
+def _head_bytes(scope: Scope) -> int:
+    fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return fields + len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
 
 
 def _has_body(exchange: Exchange) -> bool:

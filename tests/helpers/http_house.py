@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,16 @@ class House:
     engine: FakeEngine
     client: httpx.AsyncClient
     tcp_port: int = 0
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
-    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection, for what no client library would do."""
-        return await asyncio.open_unix_connection(str(self.path))
+    async def raw(self, *, tcp: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare connection, for what no client library would do. Closed with the house at the latest."""
+        if tcp:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.tcp_port)
+        else:
+            reader, writer = await asyncio.open_unix_connection(str(self.path))
+        self.writers.append(writer)
+        return reader, writer
 
     async def settled(self) -> None:
         """Wait until nothing runs: no exchange, no live generation, no request task."""
@@ -90,7 +97,14 @@ async def open_house(
     transport = httpx.AsyncHTTPTransport(uds=str(path), verify=False)  # no TLS here, and the CA file takes 0.1 s
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://sluice", timeout=30) as client:
-            yield House(path, server, engine, client, port)
+            house = House(path, server, engine, client, port)
+            try:
+                yield house
+            finally:
+                for writer in house.writers:
+                    writer.transport.abort()
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
     finally:
         await server.stop()
         path.unlink()
@@ -155,3 +169,37 @@ def read_stream(text: str) -> Stream:
             assert not stream.done
             stream.events.append(json.loads(frame[6:]))
     return stream
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on the loop of the real daemon; transports differ from asyncio's in what they hear."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(test(*args, **options))
+
+    return run
+
+
+def post(path: str, body: Any, extra: str = "") -> bytes:
+    """A request as bytes."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return (head + extra + "\r\n").encode() + data
+
+
+async def read_reply(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """One HTTP reply from a bare connection: status, headers (lower case), body with chunks joined."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head.strip().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = b""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        await reader.readexactly(2)
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return int(first.split()[1]), headers, body
