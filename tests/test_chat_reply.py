@@ -290,9 +290,6 @@ def test_of_two_argument_forms_in_one_call_the_first_counts() -> None:
 
 
 def test_only_the_first_call_is_kept_when_calls_may_not_be_parallel() -> None:
-    target = reader(parallel=False)
-    closed = [target.single_call_closed for i in in_call(C, "call", S) if target.feed(i) is not None]
-    assert closed.index(True) == len(closed) - 1
     token_ids = in_call(C, "call", S, O, 'call tool="g" index="2"', S, E)
     reply = collect(read(token_ids, parallel=False))
     assert [call.name for call in reply.tool_calls] == ["f"]

@@ -177,11 +177,6 @@ class ReplyReader:
         self._argument_prefix = ""
         self._argument: list[str] | None = None  # held-back text of an argument that is not a string
 
-    @property
-    def single_call_closed(self) -> bool:
-        """The one call that may be made is made: whatever the model writes from here on is dropped or stray."""
-        return self._max_calls == 1 and self._calls == 1 and not self._in_call
-
     def feed(self, token_id: int) -> list[ReplyEvent]:
         """What this token adds. Ids after the end are not read."""
         if self.finished:
