@@ -7,12 +7,15 @@ and leave at its borders, and a cancelled or failed sequence leaves at the next 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,6 +106,7 @@ class Engine:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._layers_done = 0
+        self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._thread = threading.Thread(target=self._run, name="sluice-engine", daemon=True)
 
     # --- from any thread -------------------------------------------------------------------------------------
@@ -147,6 +151,22 @@ class Engine:
     def layers_done(self) -> int:
         """Layers computed since start: what a watchdog takes for progress."""
         return self._layers_done
+
+    def limit_queue(self, max_queue: int) -> None:
+        """Change how many requests may wait; those that wait already stay."""
+        with self._wake:
+            self.limits = dataclasses.replace(self.limits, max_queue=max_queue)
+            self._waiting.limit = max_queue
+
+    def between_passes(self, errand: Callable[[], None]) -> Future[None]:
+        """Have `errand` run on the engine's thread when no pass is under way (weights may be moved then)."""
+        ended: Future[None] = Future()
+        with self._wake:
+            if self._stopping:
+                raise _ShuttingDown("the daemon is shutting down")
+            self._errands.append((errand, ended))
+            self._wake.notify_all()
+        return ended
 
     def submit(self, request: GenerationRequest, sink: Sink) -> Sequence:
         """Queue a request whose events go to `sink` on the engine's thread.
@@ -231,10 +251,14 @@ class Engine:
         """Wait until something runs (True) or the engine stops (False)."""
         with self._wake:
             self._drop_left()
+            self._run_errands()
             while not self._admit() and not self._stopping:
                 self._wake.wait()
                 self._drop_left()
+                self._run_errands()
             if self._stopping:
+                for _, ended in self._errands:
+                    ended.cancel()
                 return False
             fresh = [s for s in self._running if s.state is None]
         for sequence in fresh:  # outside the lock: a state is hundreds of megabytes to clear
@@ -245,6 +269,19 @@ class Engine:
                 state = self._network.new_state(self.limits.context)
             sequence.start(state, self._clock())
         return True
+
+    def _run_errands(self) -> None:
+        while self._errands and not self._stopping:
+            errand, ended = self._errands.popleft()
+            self._wake.release()  # an errand may read gigabytes; clients are not to wait for it
+            try:
+                errand()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+            finally:
+                self._wake.acquire()
 
     def _drop_left(self) -> None:
         for sequence in self._waiting.remove_cancelled():

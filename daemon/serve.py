@@ -1,0 +1,108 @@
+"""`sluice serve`: the process from its first check to its last drain.
+
+Order: settings, plan (one that does not fit ends here, before anything is loaded), locks, sockets, then the
+loop. The HTTP surface answers from the first moment, with 503 until the engine is attached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice.daemon.options import Config, Model, Preset, Sets, Socket, Threads, settings_from
+
+if TYPE_CHECKING:
+    from socket import socket as Listener
+
+    from sluice.daemon.api.served import ServedModel
+    from sluice.daemon.engine.assembly import ModelFiles
+    from sluice.daemon.service.settings import Settings
+
+
+def serve(
+    model: Model = None,
+    socket: Socket = None,
+    preset: Preset = None,
+    config: Config = None,
+    sets: Sets = None,
+    threads: Threads = None,
+) -> None:
+    """Serve a model over a Unix socket until told to stop."""
+    import uvloop
+
+    from sluice.daemon.engine.assembly import configure_compute, plan_engine, read_model
+    from sluice.daemon.process import Daemon
+    from sluice.daemon.service.lock import lock_store
+    from sluice.daemon.service.log import setup_logging
+    from sluice.daemon.service.process import raise_open_files
+
+    def load_settings() -> Settings:
+        return settings_from(model, preset, config, sets, threads, socket)
+
+    settings = load_settings()
+    setup_logging(settings.log)
+    raise_open_files()
+    files = read_model(settings)
+    plan = plan_engine(files, settings)
+    plan.memory.check()
+    configure_compute(settings)
+    served = served_model(files, settings)
+    with lock_store(files.path), listening(settings) as listeners:
+        daemon = Daemon(settings, load_settings, files, plan, served)
+        uvloop.run(daemon.run(listeners.sockets))
+
+
+def served_model(files: ModelFiles, settings: Settings) -> ServedModel:
+    """What clients may know of the model. Raises StoreError when it has no readable tokenizer."""
+    from sluice.daemon.api.served import ServedModel
+    from sluice.daemon.chat.tokenizer import load_tokenizer
+    from sluice.daemon.engine.assembly import system_fingerprint
+
+    return ServedModel(
+        name=files.name,
+        tokenizer=load_tokenizer(files.folder, files.config.vocab_size),
+        created=int((files.folder / "config.json").stat().st_mtime),
+        fingerprint=system_fingerprint(files, settings),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Bound sockets, from the service manager or our own."""
+
+    sockets: list[Listener]
+
+
+@contextlib.contextmanager
+def listening(settings: Settings) -> Iterator[Listeners]:
+    """The service manager's sockets where it handed some over, else our own Unix socket (locked, so that a second
+    daemon is told who holds it), and the TCP listener where one is set. Raises PresetError or InstanceHeld."""
+    from sluice.daemon.service.lock import lock_socket
+    from sluice.daemon.service.sockets import bind_unix, inherited_sockets
+
+    server = settings.server
+    with contextlib.ExitStack() as held:
+        sockets = [given.socket for given in inherited_sockets()]
+        if not sockets:
+            held.enter_context(lock_socket(server.socket))
+            sockets.append(held.enter_context(bind_unix(server.socket, server.mode, server.group)).socket)
+        if server.tcp is not None:
+            sockets.append(held.enter_context(contextlib.closing(bind_tcp(server.tcp))))
+        yield Listeners(sockets)
+
+
+def bind_tcp(address: str) -> Listener:
+    """A listening TCP socket at "HOST:PORT" or "[HOST]:PORT". Raises PresetError when it cannot be had."""
+    import socket
+
+    from sluice.daemon.service.units import parse_host_port
+    from sluice.io.errors import PresetError
+
+    host, port = parse_host_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PresetError(f"server.tcp: {address}: {error.strerror}") from None
