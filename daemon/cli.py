@@ -14,11 +14,15 @@ from typing import Any
 
 import typer
 
+from sluice.daemon.client.ask import ask
+from sluice.daemon.client.chat import chat
+from sluice.daemon.client.status import status
 from sluice.daemon.run import run
 from sluice.daemon.serve import serve
 from sluice.io.errors import SluiceError
 from sluice.tools.install_service import install_service
 from sluice.tools.mini import synth
+from sluice.tools.plan import plan
 from sluice.tools.presets_cmd import config, presets_app
 
 USAGE_ERRORS: Any = typer.BadParameter.__mro__[1:3]
@@ -32,11 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Answers prompts with mixture-of-experts models far larger than memory.",
 )
-app.command()(serve)
-app.command()(run)
-app.command()(synth)
-app.command()(config)
-app.command("install-service")(install_service)
+for command in (serve, run, ask, chat, status, plan, config, synth, install_service):
+    app.command()(command)
 app.add_typer(presets_app, name="presets")
 
 
