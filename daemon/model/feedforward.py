@@ -7,7 +7,6 @@ router order, so that what was cached never changes a bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,8 @@ RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
 """Told which rows of the pass are lost and why; the pass goes on for the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Where one expert is wanted: rows of z it reads, slots it fills. Both (n,) int32."""
-
-    rows: I32
-    slots: I32
+Wanted = tuple[I32, I32]
+"""Where one expert is wanted: rows of z it reads, slots it fills. Both (n,) int32."""
 
 
 def activation(c: ModelConfig) -> Activation:
@@ -57,7 +52,8 @@ class Mixture:
         self._act = activation(c)
         self._linear = linear
         self._experts = experts
-        self._looked_over: set[tuple[int, int]] = set()
+        self._groups = Groups(c.num_experts_per_token)
+        self._looked_over: dict[int, set[int]] = {layer: set() for layer in c.moe_layers}
 
     def __call__(
         self, layer: int, w: MoeWeights, x: F32, b: FfnBuffers, ids: I32, out: F32, rows_failed: RowsFailed
@@ -74,7 +70,7 @@ class Mixture:
         self._route(layer, w, b, ids, rows_failed)
         if self._on_route is not None:
             self._on_route(layer, ids)
-        wanted = _group(ids)
+        wanted = self._groups(ids)
         with self._experts.acquire(layer, list(wanted)) as arriving:
             # what needs no expert, while the first ones are being read
             if w.down_proj is None:
@@ -128,23 +124,24 @@ class Mixture:
     ) -> None:
         """Take every expert as it arrives and out of `wanted`. When one cannot be read its rows are failed, and
         those that only they wanted are out of `wanted` too: what is left must be asked for again."""
+        act, looked_over = self._act, self._looked_over[layer]
         try:
             for expert in arriving.as_they_arrive():
-                at = wanted.pop(expert.id)
-                w1, w2, w3 = _matrices(expert)
-                if (layer, expert.id) not in self._looked_over:
+                rows, filled = wanted.pop(expert.id)
+                if expert.id not in looked_over:
                     damage = _damage(layer, expert)
                     if damage is not None:
-                        rows_failed(at.rows.astype(np.intp), damage)
+                        rows_failed(rows.astype(np.intp), damage)
                         continue
-                    self._looked_over.add((layer, expert.id))
-                kernels.expert_mlp(z, at.rows, w1, w3, w2, self._act, slots, at.slots)
+                    looked_over.add(expert.id)
+                w1, w2, w3 = _matrices(expert)
+                kernels.expert_mlp(z, rows, w1, w3, w2, act, slots, filled)
         except StorageError as error:
             failed = wanted.pop(error.expert, None) if error.expert is not None else None
             if failed is None or error.layer not in (layer, None):
                 raise
-            rows_failed(failed.rows.astype(np.intp), error)
-            for expert_id in [e for e, at in wanted.items() if np.isin(at.rows, failed.rows).all()]:
+            rows_failed(failed[0].astype(np.intp), error)
+            for expert_id in [e for e, (rows, _) in wanted.items() if np.isin(rows, failed[0]).all()]:
                 del wanted[expert_id]
 
 
@@ -157,27 +154,24 @@ def _damage(layer: int, expert: Expert) -> StoreError | None:
     return None
 
 
-def _group(ids: I32) -> dict[int, Wanted]:
-    """Who wants which expert. Keys in router order over rows: the first row's best first, each expert once."""
-    if len(ids) == 1:
-        return {e: Wanted(_ROW_0, _slot(i)) for i, e in enumerate(ids[0].tolist())}
-    flat = ids.reshape(-1)
-    order = np.argsort(flat, kind="stable").astype(np.int32)
-    ends = np.flatnonzero(np.diff(flat[order])) + 1
-    groups = np.split(order, ends)
-    groups.sort(key=lambda slots: slots[0])
-    chosen = ids.shape[1]
-    return {int(flat[slots[0]]): Wanted(slots // chosen, slots) for slots in groups}
+class Groups:
+    """Who wants which expert, from a routing."""
 
+    def __init__(self, chosen: int) -> None:
+        self._chosen = chosen
+        row_0 = np.zeros(1, np.int32)
+        # one token: every expert is wanted by row 0, and decoding should not build these arrays again and again
+        self._single = [(row_0, np.array([slot], np.int32)) for slot in range(chosen)]
 
-_ROW_0 = np.zeros(1, np.int32)
-_SLOTS: list[I32] = []
-
-
-def _slot(i: int) -> I32:
-    while len(_SLOTS) <= i:
-        _SLOTS.append(np.array([len(_SLOTS)], np.int32))
-    return _SLOTS[i]
+    def __call__(self, ids: I32) -> dict[int, Wanted]:
+        """ids: (T, chosen) int32. Keys in router order over rows: the first row's best first, each expert once."""
+        if len(ids) == 1:
+            return dict(zip(ids[0].tolist(), self._single, strict=True))
+        flat = ids.reshape(-1)
+        order = np.argsort(flat, kind="stable").astype(np.int32)
+        groups = np.split(order, np.flatnonzero(np.diff(flat[order])) + 1)
+        groups.sort(key=lambda slots: slots[0])
+        return {int(flat[slots[0]]): (slots // self._chosen, slots) for slots in groups}
 
 
 def _matrices(expert: Expert) -> tuple[Weight, Weight, Weight]:
