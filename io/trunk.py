@@ -67,6 +67,9 @@ class TrunkSource(Protocol):
     def rows(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[n, K] float32: single rows of a declared row table. IndexError for an id out of range."""
 
+    def peek(self, name: str) -> NDArray[Any] | None:
+        """The matrix as one array at any time, out of the order of a pass, where it is pinned whole; None otherwise."""
+
     def begin_pass(self, skip: Collection[str] = ()) -> None:
         """Before the first matrix of a pass. skip: matrices that this pass will not ask for (lm_head in prefill)."""
 
@@ -372,6 +375,7 @@ class Trunk:
         """Take a plan's order and cuts as ours; memory is another matter."""
         self.plan = plan
         self._records = [self._store.tensors[use.name] for use in plan.order]
+        self._matrix_numbers = {use.name: number for number, use in enumerate(plan.order)}
         self._streamed = [unit for unit in plan.units if not unit.pinned]
         self._cursor = len(plan.order)  # at the end of a pass: the next one may begin
         self._issue_pass, self._issue_number = self._pass + 1, 0
@@ -545,6 +549,14 @@ class Trunk:
     def vector(self, name: str) -> NDArray[np.float32]:
         """See TrunkSource."""
         return self._vectors[name]
+
+    def peek(self, name: str) -> NDArray[Any] | None:
+        """See TrunkSource. Raises KeyError for a matrix that is not of the order."""
+        parts = self._parts[self._matrix_numbers[name]]
+        only = parts[0] if len(parts) == 1 else None
+        if not isinstance(only, Region):
+            return None
+        return self._pinned[name, only.row0, only.rows][1]
 
     def begin_pass(self, skip: Collection[str] = ()) -> None:
         """See TrunkSource. A pass that was not taken to its end is given up, as by `abort_pass`."""

@@ -14,7 +14,7 @@ from helpers.sources import DTYPES, network
 from sluice.daemon.model import names
 from sluice.daemon.model.batch import Segment
 from sluice.daemon.model.config import read_config
-from sluice.daemon.model.graph import Network
+from sluice.daemon.model.graph import Lookahead, Network
 from sluice.io.experts import plan_cache
 from sluice.io.service import IoService
 from sluice.io.store import Store
@@ -34,15 +34,18 @@ def write_checkpoint(folder: Path, config: ref.Config, tensors: ref.Tensors) -> 
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def logits(path: Path, ids: list[int]) -> np.ndarray:
+def logits(path: Path, ids: list[int], trunk_bytes: int = 2**40, cache_bytes: int = 2**40) -> np.ndarray:
     config = read_config(path)
     store = Store.open(path)
-    binding = names.bind(config, store.tensors)
+    binding = names.bind(config, store.tensors, pin_routers=True)
     if binding.experts is not None:
         store.declare_experts(binding.experts)
-    plan = plan_trunk(binding.order, store, 2**40, vectors=binding.vectors, row_tables=binding.row_tables)
-    with IoService.open(store, plan, plan_cache(store, 2**40)) as io:
-        net = Network(config, io.trunk, io.experts, prefix=binding.prefix)
+    plan = plan_trunk(binding.order, store, trunk_bytes, vectors=binding.vectors, row_tables=binding.row_tables)
+    with IoService.open(store, plan, plan_cache(store, cache_bytes)) as io:
+        routers = [use.name for use in binding.order if use.pin]
+        assert routers
+        assert all(io.trunk.peek(name).shape == store.tensors[name].shape for name in routers)
+        net = Network(config, io.trunk, io.experts, prefix=binding.prefix, lookahead=Lookahead(2))
         state = net.new_state(len(ids))
         result = net.forward([Segment(state, np.array(ids, np.int32), "all")])
     assert result.failed == {}
@@ -71,3 +74,4 @@ def test_a_checkpoint_on_disk_gives_the_bits_of_its_arrays(
     state = net.new_state(20)
     expected = net.forward([Segment(state, np.array(ids, np.int32), "all")]).logits[0]
     assert np.array_equal(logits(tmp_path, ids), expected)
+    assert np.array_equal(logits(tmp_path, ids, trunk_bytes=0, cache_bytes=0), expected)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from sluice.daemon.model.feedforward import OnRoute
 from sluice.daemon.model.layer import LayerRun, mix
 from sluice.daemon.model.scratch import F32, Arena, Scratch
 from sluice.daemon.model.state import SequenceState
-from sluice.daemon.model.weights import GatedMlp, Linear, MoeWeights, load_weights
+from sluice.daemon.model.weights import Linear, MoeWeights, load_weights
 from sluice.io.errors import ContextExceeded, RequestError, SluiceError, StoreError
 from sluice.io.experts import ExpertSource
 from sluice.io.trunk import TrunkSource
@@ -33,8 +32,10 @@ OnLayer = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """How far experts are foreseen: the best `width` of each row, for the next `layers` mixture layers. Reads only;
-    width 0 is off. Results never depend on it."""
+    """How far experts are foreseen: the best `width` of each row, for the next `layers` layers; width 0 is off.
+
+    Only layers whose router is pinned are foreseen (`names.bind(pin_routers=True)`). Reads only: results never
+    depend on it."""
 
     width: int = 0
     layers: int = 1
@@ -226,26 +227,22 @@ class _Pass:
     # --- foreseeing experts -------------------------------------------------------------------------------------
 
     def _foresee(self, done: int) -> None:
-        """Ask the next mixture layers' routers about this layer's state and hint at what they would choose.
+        """Ask the next layers' routers, where they are resident, about this layer's state, and hint at what they
+        would choose. (Published recall of the next layer's set by this guess: 59%, its first choice 92%.)
 
         Uses y's and h's memory, which are free between layers. Reads only: nothing here touches p or the bank.
         """
         c, r = self.c, self.s.residual
         for layer in self.w.layers[done + 1 : done + 1 + self.net.lookahead.layers]:
-            router = self._resident_router(layer.ffn)
-            if router is None:
+            router = self.net._trunk.peek(layer.ffn.router) if isinstance(layer.ffn, MoeWeights) else None
+            if router is None or not isinstance(layer.ffn, MoeWeights):
                 continue
             h = r.p if layer.ffn_res is None else mix(r, self.blocks, layer.ffn_res, c.rms_norm_eps)
             kernels.rmsnorm(h, layer.post_attention_norm, c.rms_norm_eps, r.y)
             logits = self.s.ffn.logits
             kernels.matmul(r.y, router, logits)
-            assert isinstance(layer.ffn, MoeWeights)
             if kernels.route(
                 logits, layer.ffn.bias, c.num_experts_per_token, False, 1.0, self.s.ids, self.s.ffn.weights
             ):
                 best = self.s.ids[:, : self.net.lookahead.width].T.reshape(-1)  # everybody's first choice first
                 self.net._experts.hint(layer.index, list(dict.fromkeys(best.tolist())))
-
-    def _resident_router(self, ffn: GatedMlp | MoeWeights) -> NDArray[Any] | None:
-        peek = getattr(self.net._trunk, "peek", None)
-        return None if peek is None or not isinstance(ffn, MoeWeights) else peek(ffn.router)
