@@ -10,12 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib
 import os
 import time
-
-import liburing
+from typing import Any
 
 from sluice.io.reader import Transfer
+
+
+def _import_liburing() -> Any:
+    """The binding, also where its folder may not be written.
+
+    Its import helper caches file names beside the package and lets OSError through where it cannot: in a service's
+    sandbox (ProtectSystem=strict), or for anybody but root in an installation owned by root.
+    """
+    helper: Any = importlib.import_module("dynamic_import.importer")
+    for name in ("create_cache_dir", "dump_cache"):
+        setattr(helper, name, _unless_refused(getattr(helper, name)))
+    return importlib.import_module("liburing")
+
+
+def _unless_refused(write: Any) -> Any:
+    def attempt(*arguments: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return write(*arguments)
+
+    return attempt
+
+
+liburing = _import_liburing()
 
 IOSQE_ASYNC = 16  # not exported by the binding
 CLOSE_SECONDS = 5.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -428,3 +430,16 @@ def test_a_guess_leaves_room_for_a_demand(io, path):
     reader.release()
     house.wait(5)
     house.close()
+
+
+def test_the_binding_loads_where_its_folder_may_not_be_written() -> None:
+    """Its import helper writes a cache beside the package: a service in its sandbox died of that at its first start."""
+    code = (
+        "import dynamic_import.cache as cache\n"
+        "def refuse(*_): raise OSError(30, 'Read-only file system')\n"
+        "cache.open = cache.mkdir = refuse\n"
+        "import sluice.io.uring as uring\n"
+        "print(uring.liburing.io_uring().__class__.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "io_uring", done.stderr
