@@ -91,9 +91,7 @@ def attnres_mix(bank: F32, n: int, prefix: F32, w: F32, eps: float, out: F32) ->
     bank [B, T, D]; prefix, out [T, D]; w [D] = norm weight * projection. Scores use normalised keys, values are raw.
     """
 
-def route(
-    logits: F32, bias: F32, k: int, renormalize: bool, scaling: float, ids: I32, weights: F32
-) -> bool:
+def route(logits: F32, bias: F32, k: int, renormalize: bool, scaling: float, ids: I32, weights: F32) -> bool:
     """The k experts of each row by descending sigmoid(logit) + bias, ties to the lower id (model.md 3.8).
 
     logits [T, E]; bias [E]; ids int32 [T, k]; weights [T, k] from the unbiased scores, divided by their sum (taken in

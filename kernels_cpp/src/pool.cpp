@@ -24,6 +24,21 @@ inline void relax() {
 #endif
 }
 
+// Default rounding and no flush-to-zero while a piece runs: a library compiled with -ffast-math, or fesetround in the
+// calling program, may have left this thread in another mode, and the bits would follow it.
+class FloatMode {
+ public:
+#if defined(__x86_64__)
+  FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~FloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FloatMode() {}
+#endif
+};
+
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
 }
@@ -100,6 +115,7 @@ int64_t Pool::scratch_bytes() const {
 }
 
 void Pool::take_part(int id) {
+  FloatMode mode;
   for (int p = 0; p < phase_count_; ++p) {
     const Phase& phase = phases_[p];
     Counter& c = counters_[p];

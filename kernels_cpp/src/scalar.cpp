@@ -118,7 +118,11 @@ float exp1(float x) {
 
 float sigmoid1(float x) {
   float e = exp1(-std::fabs(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+  float above = x < 0.0f ? e : 1.0f;
+  float below = 1.0f + e, lost = e - (below - 1.0f);  // below + lost is exact
+  float y = above / below;
+  float rest = std::fma(-y, lost, std::fma(-y, below, above));  // one Newton step; 1/below is y, or 1-y by symmetry
+  return std::fma(rest, x < 0.0f ? 1.0f - y : y, y);
 }
 
 float tanh1(float x) {

@@ -40,7 +40,12 @@ inline V abs_v(V x) { return andnot_bits(set1(-0.0f), x); }
 
 inline V sigmoid_v(V x) {
   V e = exp_v(minus_abs(x));
-  return div(pick(less(x, zero()), e, set1(1.0f)), add(set1(1.0f), e));
+  M negative = less(x, zero());
+  V above = pick(negative, e, set1(1.0f));
+  V below = add(set1(1.0f), e), lost = sub(e, sub(below, set1(1.0f)));
+  V y = div(above, below);
+  V rest = fnma(y, lost, fnma(y, below, above));
+  return fma(rest, pick(negative, sub(set1(1.0f), y), y), y);
 }
 
 inline V tanh_v(V x) {
