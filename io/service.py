@@ -129,14 +129,8 @@ class IoService:
                 raise PresetError(f'io.direct = "on", but {refused.path} cannot be read directly; use "auto"')
         reader = self._reader
         self._scheduler = Scheduler(self._loop.loop, reader, store.drives, depth=settings.depth, verify=settings.verify)
-        # Vectors pass through a buffer before the ring exists; it is smaller than what comes later but in tests.
-        largest = max((memory_bytes(p.extent) for n in trunk_plan.vectors for p in store.pieces(n)), default=0)
-        self.pool = BufferPool(
-            max(
-                trunk_plan.total_bytes - trunk_plan.vectors_bytes + cache_plan.total_bytes,
-                VECTOR_BATCH_BYTES + largest,
-            )
-        )
+        self.pool = BufferPool(0)
+        self._limit_pool(trunk_plan, cache_plan)
         self.trunk = Trunk(store, trunk_plan, self._files, self._scheduler, self.pool, settings.stuck_seconds)
         self.experts = ExpertCache(store, cache_plan, self._files, self._scheduler, self.pool, settings.stuck_seconds)
         self.trunk.load(progress)
@@ -225,6 +219,13 @@ class IoService:
             self.experts.stats(),
             self.pool.stats(),
         )
+
+    def _limit_pool(self, trunk_plan: TrunkPlan, cache_plan: CachePlan) -> None:
+        """The pool's promise is the plan. Vectors pass through a buffer before the ring exists; that is less than
+        what comes later in all but tests."""
+        largest = max((memory_bytes(p.extent) for n in trunk_plan.vectors for p in self.store.pieces(n)), default=0)
+        planned = trunk_plan.total_bytes - trunk_plan.vectors_bytes + cache_plan.total_bytes
+        self.pool.raise_limit(max(planned, VECTOR_BATCH_BYTES + largest))
 
     def close(self) -> None:
         """Stop reading and give back descriptors, threads and memory. Not from the I/O thread; harmless twice."""

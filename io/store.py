@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from sluice.io import safetensors
 from sluice.io.errors import StoreError
@@ -133,37 +134,34 @@ _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,8})(\..*)", re.DOTALL).fullmatch
 
 
 class _Series:
-    """Tensors whose names differ in one number alone. Columns grow while headers are read, then are sorted."""
+    """Tensors whose names differ in one number alone. Columns grow while headers are read, then are sorted.
 
-    __slots__ = ("files", "kinds", "numbers", "offsets", "sorted")
+    array and not numpy: single elements are asked for, half a million times when an index is checked.
+    """
+
+    __slots__ = ("dense", "files", "kinds", "numbers", "offsets")
 
     def __init__(self) -> None:
         self.numbers, self.files, self.kinds, self.offsets = array("i"), array("i"), array("i"), array("q")
-        self.sorted: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]] | None = None
+        self.dense = False  # numbers are 0, 1, 2, ...
 
     def freeze(self) -> int | None:
         """Sort by number. Returns a number that stands twice, or None."""
-        numbers = np.array(self.numbers, np.int32)
-        order = np.argsort(numbers, kind="stable")
-        numbers = numbers[order]
-        self.sorted = (
-            numbers,
-            np.array(self.files, np.int32)[order],
-            np.array(self.kinds, np.int32)[order],
-            np.array(self.offsets, np.int64)[order],
-        )
-        self.numbers, self.files, self.kinds, self.offsets = array("i"), array("i"), array("i"), array("q")
+        order = np.argsort(np.array(self.numbers, np.int32), kind="stable")
+        for column in ("numbers", "files", "kinds", "offsets"):
+            old = getattr(self, column)
+            setattr(self, column, array(old.typecode, np.array(old)[order].tobytes()))
+        numbers = np.array(self.numbers, np.int64)
+        self.dense = bool(np.array_equal(numbers, np.arange(len(numbers))))
         twice = np.flatnonzero(numbers[1:] == numbers[:-1])
         return int(numbers[twice[0]]) if len(twice) else None
 
     def find(self, number: int) -> tuple[int, int, int] | None:
         """(file, kind, offset) of one number, or None."""
-        assert self.sorted is not None
-        numbers, files, kinds, offsets = self.sorted
-        i = int(np.searchsorted(numbers, number))
-        if i == len(numbers) or numbers[i] != number:
+        i = number if self.dense else bisect_left(self.numbers, number)
+        if i >= len(self.numbers) or self.numbers[i] != number:
             return None
-        return int(files[i]), int(kinds[i]), int(offsets[i])
+        return self.files[i], self.kinds[i], self.offsets[i]
 
 
 class Catalogue(Mapping[str, TensorRecord]):
@@ -175,6 +173,7 @@ class Catalogue(Mapping[str, TensorRecord]):
         self._series: dict[tuple[str, str], _Series] = {}
         self._kinds: list[tuple[str, tuple[int, ...]]] = []
         self._kind_ids: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._kind_bytes: list[int] = []
         self._count = 0
 
     def add(self, file: int, header: safetensors.Header) -> None:
@@ -206,18 +205,25 @@ class Catalogue(Mapping[str, TensorRecord]):
 
     def freeze(self) -> None:
         """After the last `add`. Raises StoreError for a name that came twice."""
+        self._kind_bytes = [tensor_bytes(dtype, shape) for dtype, shape in self._kinds]
         for (prefix, suffix), series in self._series.items():
             twice = series.freeze()
             if twice is not None:
                 raise StoreError(f"tensor {prefix}{twice}{suffix!s} stands in two files")
 
+    def _find(self, name: str) -> tuple[int, int, int] | None:
+        found = self._single.get(name)
+        if found is not None:
+            return found
+        split = _NUMBERED(name)
+        if split is None:
+            return None
+        series = self._series.get((split[1], split[3]))
+        return None if series is None else series.find(int(split[2]))
+
     def find(self, name: str) -> tuple[int, str, tuple[int, ...], int] | None:
         """(file index, dtype, shape, offset), or None."""
-        found = self._single.get(name)
-        if found is None:
-            split = _NUMBERED(name)
-            series = self._series.get((split[1], split[3])) if split else None
-            found = series.find(int(split[2])) if series and split else None
+        found = self._find(name)
         if found is None:
             return None
         file, kind, offset = found
@@ -227,33 +233,30 @@ class Catalogue(Mapping[str, TensorRecord]):
     def column(self, prefix: str, suffix: str, count: int) -> tuple[list[int], ...] | None:
         """(files, kinds, offsets) of prefix + 0..count-1 + suffix, or None when one is missing."""
         series = self._series.get((prefix, suffix))
-        if series is None or series.sorted is None:
+        if series is None or not series.dense or len(series.numbers) < count:
             return None
-        numbers, files, kinds, offsets = series.sorted
-        if len(numbers) < count or not np.array_equal(numbers[:count], np.arange(count)):
-            return None
-        return files[:count].tolist(), kinds[:count].tolist(), offsets[:count].tolist()
+        return series.files[:count].tolist(), series.kinds[:count].tolist(), series.offsets[:count].tolist()
 
     def kind(self, kind_id: int) -> tuple[str, tuple[int, ...]]:
         """(dtype, shape) by its number."""
         return self._kinds[kind_id]
 
     def __getitem__(self, name: str) -> TensorRecord:
-        found = self.find(name)
+        found = self._find(name)
         if found is None:
             raise KeyError(name)
-        file, dtype, shape, offset = found
+        file, kind, offset = found
+        dtype, shape = self._kinds[kind]
         where = self._files[file]
-        return TensorRecord(name, dtype, shape, where.drive, str(where.path), offset, tensor_bytes(dtype, shape))
+        return TensorRecord(name, dtype, shape, where.drive, str(where.path), offset, self._kind_bytes[kind])
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.find(name) is not None
+        return isinstance(name, str) and self._find(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         yield from self._single
         for (prefix, suffix), series in self._series.items():
-            assert series.sorted is not None
-            for number in series.sorted[0].tolist():
+            for number in series.numbers:
                 yield f"{prefix}{number}{suffix}"
 
     def __len__(self) -> int:

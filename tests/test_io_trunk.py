@@ -312,7 +312,8 @@ def test_a_failed_block_is_an_error_for_that_pass_only(toy, store):
     with open_io(store, plan(toy, store, 0)) as service:
         walk(service, toy)
         settle(service)
-        service.fake.faults = [times(2, -errno.EIO)]
+        page = next(u for u in service.trunk.plan.units if not u.pinned).extent.offset & -ALIGN
+        service.fake.faults = [always(-errno.EIO, lambda t: t.offset == page)]
         with pytest.raises(StorageError, match="EIO"):
             walk_twice(service, toy)
         service.fake.faults = []
