@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from sluice import kernels
 from sluice.daemon.engine.engine import Engine, EngineLimits
+from sluice.daemon.engine.lookahead import LookaheadControl, Observed
 from sluice.daemon.model import names
 from sluice.daemon.model.config import ModelConfig, read_config
 from sluice.daemon.model.graph import Network
@@ -42,6 +43,8 @@ INTERPRETER_BYTES = 230_000_000
 """Python, numpy, the HTTP stack and a 160k-token vocabulary, with room for requests in flight."""
 BYTES_PER_TENSOR = 100
 """What the catalogue keeps of a tensor, and what reading the headers needs for a moment, per tensor."""
+ROUTERS_SHARE = 4
+"""Routers are pinned for foresight when the trunk's budget is at least this many times their size."""
 EMBEDDED_MODELS = {"mini": "data/mini"}
 """Models that come with the package, by the name `--model` takes."""
 
@@ -166,16 +169,19 @@ def nearest_fitting_preset(files: ModelFiles) -> str | None:
     return nearest_preset(fits)
 
 
-def _plan_trunk(files: ModelFiles, settings: Settings, pinned_bytes: int) -> TrunkPlan:
+def _plan_trunk(files: ModelFiles, settings: Settings, budget: int) -> TrunkPlan:
+    """The trunk's plan for `budget` bytes of pinned matrices. Routers are pinned first where they are a small part of
+    it: foreseeing experts asks the next layers' routers, which a streamed matrix could not answer."""
     binding, memory = files.binding, settings.memory
-    order = [
-        dataclasses.replace(use, pin=True) if memory.pin_head and use is binding.order[-1] else use
-        for use in binding.order
-    ]
+    routers = {use.name for use in binding.order if use.name.endswith(names.ROUTER + ".weight")}
+    router_bytes = sum(files.store.tensors[name].nbytes for name in routers)
+    foresees = settings.engine.lookahead != "off" and budget >= ROUTERS_SHARE * router_bytes
+    first = (routers if foresees else set()) | ({binding.order[-1].name} if memory.pin_head else set())
+    order = [dataclasses.replace(use, pin=True) if use.name in first else use for use in binding.order]
     return plan_trunk(
         order,
         files.store,
-        pinned_bytes,
+        budget,
         vectors=binding.vectors,
         row_tables=binding.row_tables,
         pinned_tables=binding.row_tables if memory.pin_embedding else (),
@@ -311,6 +317,13 @@ def io_status(io: IoService) -> dict[str, object]:
     }
 
 
+def observed(io: IoService) -> Observed:
+    """What the adaptive look-ahead goes by."""
+    stats = io.stats()
+    reads, experts = stats.scheduler, stats.experts
+    return Observed(reads.flying_seconds, reads.elapsed_seconds, experts.guesses, experts.guesses_used)
+
+
 @contextlib.contextmanager
 def running_engine(
     files: ModelFiles,
@@ -332,5 +345,10 @@ def running_engine(
     )
     with IoService.open(files.store, plan.trunk, plan.cache, io_settings) as io:
         network = Network(files.config, io.trunk, io.experts, prefix=files.binding.prefix, on_route=on_route)
-        with Engine(network, engine_limits(settings), on_logits=on_logits) as engine:
+        lookahead = LookaheadControl(settings.engine.lookahead, lambda: observed(io))
+
+        def before_pass(rows: int) -> None:
+            network.lookahead = lookahead.before_pass(rows)
+
+        with Engine(network, engine_limits(settings), on_logits=on_logits, before_pass=before_pass) as engine:
             yield RunningEngine(engine, files, plan, io, system_fingerprint(files, settings))

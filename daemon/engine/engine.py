@@ -87,13 +87,16 @@ class Engine:
         limits: EngineLimits,
         *,
         on_logits: Callable[[int, NDArray[np.float32]], None] | None = None,
+        before_pass: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """on_logits(sequence number, row) sees every row that chooses a token, on the engine's thread."""
+        """On the engine's thread, before_pass(rows) is told of every pass, and on_logits(sequence number, row) sees
+        every row that chooses a token."""
         self.limits = limits
         self.vocab_size = network.vocab_size
         self._network = network
         self._on_logits = on_logits
+        self._before_pass = before_pass
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting = WaitingLine(limits.max_queue)
@@ -298,6 +301,8 @@ class Engine:
     def _one_pass(self) -> None:
         slices = plan_pass(self._running, self.limits.prefill_chunk, self.limits.prefill_share)
         segments = [self._segment(part) for part in slices]
+        if self._before_pass is not None:
+            self._before_pass(sum(part.tokens for part in slices))
         began = self._clock()
         try:
             result = self._network.forward(segments, self._layer_watch(slices, began))
