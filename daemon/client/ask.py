@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -82,23 +83,29 @@ def show_answer(
     if not show_thinking:
         thoughts = None
     with screen, closing(ask_daemon(connection, body, answer)) as events:
-        thinking = False
-        for event in events:
-            progress.see(event)
-            match event:
-                case Thought(text) if thoughts is not None:
-                    thoughts.write(text, dim=True)
-                    thinking = True
-                case Said(text):
-                    if thinking and thoughts is not None:
-                        thoughts.end_line()
-                        thoughts.write("\n")
-                        thinking = False
-                    screen.write(text)
-                case Waiting():
-                    screen.refresh()
-        screen.end_line()
+        try:
+            _show(events, progress, screen, thoughts)
+        finally:
+            screen.end_line()
     return answer
+
+
+def _show(events: Iterator[AnswerEvent], progress: Progress, screen: Screen, thoughts: Screen | None) -> None:
+    thinking = False
+    for event in events:
+        progress.see(event)
+        match event:
+            case Thought(text) if thoughts is not None:
+                thoughts.write(text, dim=True)
+                thinking = True
+            case Said(text):
+                if thinking and thoughts is not None:
+                    thoughts.end_line()
+                    thoughts.write("\n")
+                    thinking = False
+                screen.write(text)
+            case Waiting():
+                screen.refresh()
 
 
 class Progress:

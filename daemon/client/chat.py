@@ -1,4 +1,4 @@
-"""`sluice chat`: a conversation at the terminal. What the model needs of its past (reasoning too) is sent back each turn."""
+"""`sluice chat`: a conversation at the terminal. The model's past, reasoning too, is sent back with each question."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sluice.daemon.options import Json, Socket
 from sluice.io.errors import DaemonUnreachable, PresetError, SluiceError
 
 HELP = """\
-Type and press Enter. A line that ends in \\ goes on in the next; a line of \"\"\" begins a block that the next one ends.
+Type and press Enter. A line that ends in \\ goes on in the next; a line of \"\"\" begins a block, the next ends it.
 Ctrl-C stops an answer, or clears the line; Ctrl-D leaves.
   /new               begin a new conversation        /undo              take back the last question and its answer
   /retry             answer the last question anew   /system [TEXT]     set, or clear, the system message
   /think on|off      whether the model thinks        /effort low|high|max
-  /thoughts dim|hidden                               /set NAME VALUE    temperature, top_p, top_k, min_p, seed, max_tokens
-  /save FILE  /load FILE                             /status            what the daemon is doing
-  /help  /exit"""
+  /thoughts dim|hidden                               /status            what the daemon is doing
+  /set NAME VALUE    temperature, top_p, top_k, min_p, seed or max_tokens; without a value, the daemon's own
+  /save FILE  /load FILE  /help  /exit"""
 
 SETTABLE: dict[str, type] = {
     "temperature": float,
@@ -66,7 +66,7 @@ def chat(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Talk to the running daemon. With --json, questions come as lines on standard input and answers go out as JSON lines."""
+    """Talk to the running daemon. With --json, a question a line comes in, and an answer a line goes out."""
     fields = request_fields(
         thinking=thinking, effort=effort, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -119,10 +119,8 @@ class Conversation:
             messages, fields, system = document["messages"], document["fields"], document["system"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PresetError(f"{path}: no saved conversation: {error}") from None
-        good = isinstance(messages, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-        )
-        if not good or not isinstance(fields, dict) or not isinstance(system, str | None):
+        shaped = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+        if not shaped or not isinstance(fields, dict) or not isinstance(system, str | None):
             raise PresetError(f"{path}: no saved conversation")
         self.messages, self.fields, self.system = messages, fields, system
 
@@ -186,7 +184,7 @@ def command(text: str, conversation: Conversation, connection: Connection, out: 
             conversation.load(Path(rest).expanduser())
             _say(out, f"loaded {len(conversation.messages)} messages")
         case "status":
-            from sluice.daemon.client.status import print_status
+            from sluice.daemon.client.status_view import print_status
 
             print_status(connection.get("/v1/status"), out)
         case _:

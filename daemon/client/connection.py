@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
+import socket as socket_module
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from sluice.daemon.client.sse import Comment, Data, SseReader
 from sluice.io.errors import DaemonUnreachable, SluiceError
+
+if TYPE_CHECKING:
+    import httpx  # takes half a second: imported where a connection is made, not for every `sluice --help`
 
 CONNECT_SECONDS = 5.0
 REPLY_SECONDS = 30.0
 SILENCE_SECONDS = 60.0  # the daemon says something at least every 10 s while it works
 
 # What a refusal means for the exit code: 2 what was asked cannot be honoured, 5 nobody serves it now.
-_EXIT_BY_CODE = {
-    "storage_error": 4,
-    "store_error": 4,
-    "budget_exceeded": 3,
-    "server_error": 1,
-    "service_unavailable": 5,
-}
+_EXIT_BY_CODE = {"storage_error": 4, "store_error": 4, "budget_exceeded": 3, "server_error": 1}
 _EXIT_BY_STATUS = {429: 5, 503: 5, 500: 1}
 
 
@@ -45,9 +41,12 @@ class Connection:
     """
 
     def __init__(self, socket: Path | None, *, url: str | None = None, token: str | None = None) -> None:
+        import httpx
+
         self.address = url or str(socket)
+        self._socket = None if url else str(socket)
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        transport = httpx.HTTPTransport(uds=None if url else str(socket))
+        transport = httpx.HTTPTransport(uds=self._socket)
         self._client = httpx.Client(
             transport=transport,
             base_url=url or "http://sluice",
@@ -69,6 +68,9 @@ class Connection:
 
     def get(self, path: str) -> Any:
         """A JSON reply. Raises DaemonUnreachable or DaemonRefused."""
+        import httpx
+
+        self._knock()
         try:
             response = self._client.get(path)
         except httpx.HTTPError as error:
@@ -86,8 +88,11 @@ class Connection:
         Closing the iterator early leaves, and the daemon cancels the generation. Raises DaemonUnreachable (also when
         it goes away in the middle) or DaemonRefused (also for an error event).
         """
+        import httpx
+
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
         reader = SseReader()
+        self._knock()
         try:
             with self._client.stream("POST", path, json=body, timeout=timeout) as response:
                 if response.status_code != 200:
@@ -104,6 +109,21 @@ class Connection:
             raise self._unreachable(error) from error
         raise DaemonUnreachable(f"{self.address}: the answer ended in the middle; the daemon has gone")
 
+    def _knock(self) -> None:
+        """Whether somebody listens: httpcore leaves the socket of a refused connection to the garbage collector."""
+        if self._socket is None:
+            return
+        with socket_module.socket(socket_module.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_SECONDS)
+            try:
+                probe.connect(self._socket)
+            except OSError as error:
+                raise self._nobody(error.strerror or str(error)) from None
+
+    def _nobody(self, reason: str) -> DaemonUnreachable:
+        remedy = "start the daemon with `sluice serve`, or name its socket with --socket"
+        return DaemonUnreachable(f"{self.address}: nobody answers ({reason}); {remedy}")
+
     def _parsed(self, event: Data) -> dict[str, Any]:
         try:
             value = json.loads(event.text)
@@ -116,9 +136,11 @@ class Connection:
         return value
 
     def _unreachable(self, error: httpx.HTTPError) -> DaemonUnreachable:
+        import httpx
+
         if isinstance(error, httpx.ConnectError):
-            what = f"nobody answers ({error}); start the daemon with `sluice serve`, or name its socket with --socket"
-        elif isinstance(error, httpx.TimeoutException):
+            return self._nobody(str(error))
+        if isinstance(error, httpx.TimeoutException):
             what = "it does not answer in time"
         else:
             what = f"the connection broke ({error or type(error).__name__})"

@@ -15,9 +15,7 @@ Url = Annotated[str | None, typer.Option("--url", help="Reach the daemon by TCP 
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the bearer token for --url.")]
 Thinking = Annotated[bool | None, typer.Option("--thinking/--no-thinking", help="Whether the model thinks first.")]
 Effort = Annotated[str | None, typer.Option(help="How hard it thinks: low, high or max.")]
-Show = Annotated[
-    bool, typer.Option("--show-thinking/--hide-thinking", help="Thinking dim on the terminal, or not at all.")
-]
+Show = Annotated[bool, typer.Option("--show-thinking/--hide-thinking", help="Thinking dim, or not at all.")]
 System = Annotated[str | None, typer.Option(help="A system message.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate, thinking included.", min=1)]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", min=0.0, max=2.0)]

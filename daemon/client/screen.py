@@ -73,13 +73,13 @@ class Screen:
         """Show more text."""
         with self._lock:
             self._erase()
-            if not self._terminal:
-                self._out.write(text)
-            else:
+            if self._terminal:
                 text = harmless(text)
                 self._out.write(DIM + text + PLAIN if dim else text)
-                self._move(text)
-                self._draw()
+            else:
+                self._out.write(text)
+            self._move(text)
+            self._draw()
             self._out.flush()
 
     def end_line(self) -> None:
