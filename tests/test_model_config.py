@@ -130,6 +130,7 @@ def test_a_k3_file_whose_text_config_was_lost_runs_as_no_other_model() -> None:
         ("hidden_size", "64", "hidden_size is text"),
         ("hidden_size", 0, "hidden_size is 0"),
         ("hidden_size", -64, "hidden_size is -64"),
+        ("num_hidden_layers", 2**31 - 1, "num_hidden_layers is 2147483647"),
         ("hidden_size", 2**31, "hidden_size is 2147483648"),
         ("rms_norm_eps", 0, "rms_norm_eps is 0"),
         ("rms_norm_eps", True, "rms_norm_eps is true or false"),

@@ -34,6 +34,7 @@ def refusal(config: names.ModelConfig, index: dict[str, Facts]) -> str:
 
 
 LAYER = "model.layers.1."
+FIRST_EXPERT = LAYER + "block_sparse_moe.experts.0."
 EXPERT = LAYER + "block_sparse_moe.experts.3."
 
 
@@ -119,7 +120,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [LAYER + "self_attn.o_proj.weight", LAYER + "input_layernorm.weight", EXPERT + "w1.weight_packed"]
+    "name", [LAYER + "self_attn.o_proj.weight", LAYER + "input_layernorm.weight", FIRST_EXPERT + "w1.weight_packed"]
 )
 def test_a_misshapen_tensor_is_named_with_both_shapes(name: str) -> None:
     c, index = small()
@@ -131,7 +132,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(LAYER + "input_layernorm.weight", "U8"), (EXPERT + "w1.weight_scale", "F32")]
+    ("name", "dtype"), [(LAYER + "input_layernorm.weight", "U8"), (FIRST_EXPERT + "w1.weight_scale", "F32")]
 )
 def test_a_dtype_that_cannot_be_is_named(name: str, dtype: str) -> None:
     c, index = small()
@@ -162,6 +163,10 @@ def test_an_unknown_tensor_inside_a_layer_is_refused_and_elsewhere_only_told(cap
     assert "vision_tower" in caplog.text
     index[LAYER + "self_attn.q_proj.bias"] = Facts("BF16", (48,))
     assert f"unknown: {LAYER}self_attn.q_proj.bias" in refusal(c, index)
+    del index[LAYER + "self_attn.q_proj.bias"]
+    for name in ("experts.12.w1.weight_packed", "experts.03.w1.weight_packed", "experts.3.w4.weight"):
+        strange = f"{LAYER}block_sparse_moe.{name}"
+        assert f"unknown: {strange}" in refusal(c, index | {strange: Facts("U8", (32, 16))})
 
 
 def test_a_layer_map_that_the_index_contradicts_is_refused() -> None:
@@ -174,7 +179,7 @@ def test_a_layer_map_that_the_index_contradicts_is_refused() -> None:
 def test_a_matrix_stored_twice_or_only_as_mxfp4_where_it_must_be_plain_is_refused() -> None:
     c, index = small()
     index[EXPERT + "w1.weight"] = Facts("BF16", (32, 32))
-    assert "both as MXFP4 and plain" in refusal(c, index)
+    assert "routed experts are stored both as MXFP4 and plain" in refusal(c, index)
     c, index = small()
     index[LAYER + "self_attn.q_proj.weight_packed"] = Facts("U8", (48, 32))
     assert "q_proj is stored as MXFP4" in refusal(c, index)
@@ -186,7 +191,7 @@ def test_experts_of_two_kinds_are_refused() -> None:
         for part in names.MXFP4_PARTS:
             del index[f"{EXPERT}{matrix}.{part}"]
         index[f"{EXPERT}{matrix}.weight"] = Facts("BF16", (32, 32))
-    assert "some routed experts are stored as MXFP4 and others plain" in refusal(c, index)
+    assert "routed experts are stored both as MXFP4 and plain" in refusal(c, index)
 
 
 def test_mxfp4_experts_of_a_width_that_is_no_multiple_of_a_group_are_refused_whatever_the_configuration_says() -> None:
@@ -199,6 +204,12 @@ def test_mxfp4_experts_of_a_width_that_is_no_multiple_of_a_group_are_refused_wha
 def test_an_index_needs_exactly_one_embedding(present: list[str]) -> None:
     with pytest.raises(StoreError, match="token embedding"):
         names.detect_prefix({prefix + names.EMBEDDING: None for prefix in present})
+
+
+def test_more_experts_than_the_index_has_tensors_are_refused_before_anything_is_laid_out() -> None:
+    _, index = small()
+    many = parse_config(ref.k3_config(num_experts=2**31 - 1))
+    assert "num_experts is 2147483647" in refusal(many, index)
 
 
 def test_many_problems_are_told_in_one_line_of_bounded_length() -> None:

@@ -28,6 +28,7 @@ from sluice.io.errors import StoreError
 
 LARGEST_CONFIG_BYTES = 16 * 2**20
 LARGEST_DIM = 2**31 - 1  # kernels index with 32 bits; two such dims still multiply within 64
+MOST_LAYERS = 10_000  # lists of layers are made before the index is looked at
 
 ALIASES = {
     "num_experts_per_token": ("num_experts_per_tok",),
@@ -326,7 +327,7 @@ class _Fields:
 
 
 def _read(read: _Fields, root: Mapping[str, Any], latent_norm_eps: float | None) -> ModelConfig | None:
-    layers = read.dim("num_hidden_layers")
+    layers = read.integer("num_hidden_layers", high=MOST_LAYERS) or 1
     linear = "linear_attn_config."
     hidden_act = read.word("hidden_act", ("situ", "silu"))
     situ = read.find("hidden_act")[1] == "situ"

@@ -7,6 +7,7 @@ offsets and drives to `sluice.io`: it asks only for a tensor's dtype and shape. 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,8 +68,12 @@ def detect_prefix(names: Iterable[str]) -> str:
     return found[0]
 
 
+def layers_prefix(prefix: str) -> str:
+    return prefix + "model.layers."
+
+
 def layer_prefix(prefix: str, layer: int) -> str:
-    return f"{prefix}model.layers.{layer}."
+    return f"{layers_prefix(prefix)}{layer}."
 
 
 def layer_matrices(config: ModelConfig, layer: int) -> list[Matrix]:
@@ -263,98 +268,125 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorFacts]) -> st
 
     Raises StoreError naming what is missing, misshapen, of a wrong dtype, stored twice, or unknown inside
     `model.layers.`. Unknown tensors elsewhere (a vision tower) are logged once. Whether an expert is MXFP4 is
-    decided by what the index holds, never by the configuration (1.4).
+    decided by what the index holds, never by the configuration (1.4). Shapes are looked at in each layer's first
+    expert; that all others are like it is for `Store.declare_experts` to see (K3 has half a million of them).
     """
     prefix = detect_prefix(tensors)
-    problems = _Problems()
-    known: set[str] = set()
-
-    def expect(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], at_least: bool = False) -> None:
-        known.add(name)
-        facts = tensors.get(name)
-        if facts is None:
-            problems.missing.append(name)
-        elif facts.dtype not in dtypes:
-            problems.wrong.append(f"{name} is {facts.dtype}, expected {' or '.join(dtypes)}")
-        elif at_least and _elements(facts.shape) < _elements(shape):
-            problems.wrong.append(f"{name} has {_elements(facts.shape)} elements, at least {shape[0]} are needed")
-        elif not at_least and tuple(facts.shape) != shape:
-            problems.wrong.append(f"{name} is {list(facts.shape)}, expected {list(shape)}")
-
-    def plain(name: str, rows: int, cols: int) -> None:
-        if any(f"{name}.{part}" in tensors for part in MXFP4_PARTS):
-            known.update(f"{name}.{part}" for part in MXFP4_PARTS)
-            problems.wrong.append(f"{name} is stored as MXFP4; only routed experts may be")
-        expect(name + ".weight", (rows, cols), PLAIN)
-
+    experts = len(config.moe_layers) * config.num_experts
+    if experts > len(tensors):  # before anything is laid out for each of them
+        raise StoreError(f"num_experts is {config.num_experts}: {experts} experts do not fit {len(tensors)} tensors")
+    check = _Check(config, prefix, tensors)
     for vector in top_vectors(config):
-        expect(prefix + vector.name, vector.shape, PLAIN)
-    plain(prefix + EMBEDDING.removesuffix(".weight"), config.vocab_size, config.hidden_size)
+        check.expect(prefix + vector.name, vector.shape, PLAIN)
+    check.plain(prefix + EMBEDDING.removesuffix(".weight"), config.vocab_size, config.hidden_size)
     if not config.tie_word_embeddings:
-        plain(prefix + HEAD.removesuffix(".weight"), config.vocab_size, config.hidden_size)
-    packed_parts = expert_parts(config, packed=True)
-    plain_parts = expert_parts(config, packed=False)
-    kinds: set[bool] = set()
+        check.plain(prefix + HEAD.removesuffix(".weight"), config.vocab_size, config.hidden_size)
     for layer in range(config.num_hidden_layers):
         at = layer_prefix(prefix, layer)
         for vector in layer_vectors(config, layer):
-            expect(at + vector.name, vector.shape, PLAIN, vector.at_least)
+            check.expect(at + vector.name, vector.shape, PLAIN, vector.at_least)
         for matrix in layer_matrices(config, layer):
-            plain(at + matrix.name, matrix.rows, matrix.cols)
-        if not config.is_moe(layer):
-            continue
-        for expert in range(config.num_experts):
-            here = expert_prefix(prefix, layer, expert)
-            packed = any(here + part in tensors for part in packed_parts)
-            unpacked = any(here + part in tensors for part in plain_parts)
-            if packed and unpacked:
-                known.update(here + part for part in (*packed_parts, *plain_parts))
-                problems.wrong.append(f"{here}* is stored both as MXFP4 and plain")
-                continue
-            if packed or unpacked:
-                kinds.add(packed)
-            # with neither, the packed names are reported missing only where the configuration declares MXFP4
-            if packed or (config.mxfp4_declared and not unpacked):
-                for part, shape in packed_parts.items():
-                    expect(here + part, shape, ("U8",))
-            else:
-                for part, shape in plain_parts.items():
-                    expect(here + part, shape, PLAIN)
-    for name, size in (("moe_intermediate_size", config.moe_intermediate_size), ("expert width", config.expert_width)):
-        if True in kinds and size % 32:
-            problems.wrong.insert(0, f"{name} is {size}; MXFP4 experts need a multiple of 32")
-    if len(kinds) > 1:
-        problems.wrong.insert(0, "some routed experts are stored as MXFP4 and others plain")
-
-    layers = prefix + "model.layers."
-    strange = [name for name in tensors if name not in known]
-    problems.unknown = [name for name in strange if name.startswith(layers)]
-    problems.finish()
-    if strange:
-        log.warning(
-            "%d tensors are not part of the text model and are ignored, %s among them", len(strange), strange[0]
-        )
+            check.plain(at + matrix.name, matrix.rows, matrix.cols)
+        if config.is_moe(layer):
+            check.experts(layer)
+    check.finish()
     return prefix
 
 
-class _Problems:
-    """Everything wrong with an index, told in one line with a bounded number of names."""
+class _Check:
+    """An index being compared: collects all that is wrong and tells it in one line, a bounded number of names.
+
+    Names of experts are not kept: one byte for each of K3's half a million says that it was met.
+    """
 
     SHOWN = 5
 
-    def __init__(self) -> None:
-        self.missing: list[str] = []
-        self.wrong: list[str] = []
-        self.unknown: list[str] = []
+    def __init__(self, config: ModelConfig, prefix: str, tensors: Mapping[str, TensorFacts]) -> None:
+        self._config, self._prefix, self._tensors = config, prefix, tensors
+        self._parts = {True: expert_parts(config, packed=True), False: expert_parts(config, packed=False)}
+        count = config.num_experts
+        self._met = {
+            (layer, part): bytearray(count)
+            for layer in config.moe_layers
+            for parts in self._parts.values()
+            for part in parts
+        }
+        self._unclaimed: set[str] = set()  # of the names that are not an expert's
+        self._kinds: set[bool] = set()  # of experts met: packed or not
+        self._missing: list[str] = []
+        self._wrong: list[str] = []
+        expert = re.compile(re.escape(layers_prefix(prefix)) + r"(\d+)\.block_sparse_moe\.experts\.(0|[1-9]\d*)\.(.*)")
+        for name in tensors:
+            match = expert.fullmatch(name)
+            met = self._met.get((int(match[1]), match[3])) if match else None
+            if match and met is not None and int(match[2]) < count:
+                met[int(match[2])] = 1
+            else:
+                self._unclaimed.add(name)
+
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], at_least: bool = False) -> None:
+        """A tensor that must be there: of this shape, or (at_least) of any shape with as many elements."""
+        if name not in self._unclaimed:
+            self._missing.append(name)
+            return
+        self._unclaimed.remove(name)
+        self._compare(name, shape, dtypes, at_least)
+
+    def _compare(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], at_least: bool = False) -> None:
+        facts = self._tensors[name]
+        if facts.dtype not in dtypes:
+            self._wrong.append(f"{name} is {facts.dtype}, expected {' or '.join(dtypes)}")
+        elif at_least and _elements(facts.shape) < _elements(shape):
+            self._wrong.append(f"{name} has {_elements(facts.shape)} elements, at least {shape[0]} are needed")
+        elif not at_least and tuple(facts.shape) != shape:
+            self._wrong.append(f"{name} is {list(facts.shape)}, expected {list(shape)}")
+
+    def plain(self, name: str, rows: int, cols: int) -> None:
+        """A matrix that must be there and may not be quantised."""
+        packed = {f"{name}.{part}" for part in MXFP4_PARTS} & self._unclaimed
+        if packed:
+            self._unclaimed -= packed
+            self._wrong.append(f"{name} is stored as MXFP4; only routed experts may be")
+        self.expect(name + ".weight", (rows, cols), PLAIN)
+
+    def experts(self, layer: int) -> None:
+        """All experts of a layer: of one kind, the same in every layer; the first one's shapes."""
+        met = {packed: [self._met[layer, part] for part in parts] for packed, parts in self._parts.items()}
+        kinds = {packed for packed, columns in met.items() if any(map(any, columns))}
+        self._kinds |= kinds
+        # with neither, the packed names are reported missing only where the configuration declares MXFP4
+        packed = True in kinds or (self._config.mxfp4_declared and not kinds)
+        for (part, shape), column in zip(self._parts[packed].items(), met[packed], strict=True):
+            if not all(column):
+                absent = (e for e, there in enumerate(column) if not there)
+                self._missing += [expert_prefix(self._prefix, layer, e) + part for e in absent]
+            if column[0]:
+                name = expert_prefix(self._prefix, layer, 0) + part
+                self._compare(name, shape, ("U8",) if packed else PLAIN)
 
     def finish(self) -> None:
+        """Raise StoreError if anything was wrong."""
+        wrong = []
+        if len(self._kinds) > 1:
+            wrong.append("routed experts are stored both as MXFP4 and plain")
+        elif True in self._kinds:
+            dims = {
+                "moe_intermediate_size": self._config.moe_intermediate_size,
+                "expert width": self._config.expert_width,
+            }
+            wrong += [f"{n} is {d}; MXFP4 experts need a multiple of 32" for n, d in dims.items() if d % 32]
+        layers = layers_prefix(self._prefix)
+        unknown = sorted(name for name in self._unclaimed if name.startswith(layers))
         said = [
             f"{what}: {self._some(names)}"
-            for what, names in (("missing", self.missing), ("wrong", self.wrong), ("unknown", self.unknown))
+            for what, names in (("wrong", wrong + self._wrong), ("missing", self._missing), ("unknown", unknown))
             if names
         ]
         if said:
             raise StoreError(f"the tensors do not fit the configuration; {'; '.join(said)}")
+        if self._unclaimed:
+            count, example = len(self._unclaimed), min(self._unclaimed)
+            log.warning("%d tensors are not part of the text model and are ignored, %s among them", count, example)
 
     def _some(self, names: list[str]) -> str:
         more = f" and {len(names) - self.SHOWN} more" if len(names) > self.SHOWN else ""
