@@ -69,6 +69,11 @@ def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
+def _no_float(word: str) -> Any:
+    # Nothing in a header is a fraction, and refusing them here lets 1.0 never pass for 1 in a lookup below.
+    raise ValueError(f"{word} where only whole numbers may stand")
+
+
 def _pairs(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     # A list and not a dict: a dict would silently keep the last of two equal names.
     return pairs
@@ -100,7 +105,7 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
     if not raw.startswith(b"{"):
         raise StoreError(f"{label}: the header does not begin with an object")
     try:
-        entries = json.loads(raw, object_pairs_hook=_pairs, parse_constant=_no_constant)
+        entries = json.loads(raw, object_pairs_hook=_pairs, parse_constant=_no_constant, parse_float=_no_float)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{label}: the header is not JSON: {str(error)[:200]}") from error
     names: list[str] = []
@@ -110,30 +115,37 @@ def parse_header(raw: bytes, file_bytes: int, label: str) -> Header:
     ends: list[int] = []
     metadata: dict[str, str] = {}
     data_bytes = file_bytes - 8 - len(raw)
+    # JSON's true equals 1 in a lookup too; only where one stands somewhere need shapes be looked at one by one.
+    booleans = b"true" in raw or b"false" in raw
     for name, entry in entries:
         if name == "__metadata__":
             metadata = _metadata(entry, label)
             continue
-        if type(entry) is not list or len(entry) != 3 or type(entry[0]) is not tuple:
-            raise StoreError(f"{label}: tensor {name[:100]!r} must have exactly dtype, shape and data_offsets")
         try:
-            fields = dict(entry)
-            dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+            (first, dtype), (second, shape), (third, offsets) = entry
+            if first != "dtype" or second != "shape" or third != "data_offsets":
+                fields = dict(entry)
+                dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
             begin, end = offsets
+            if type(entry[0]) is not tuple:
+                raise TypeError
         except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{label}: tensor {name[:100]!r} must have dtype, shape and two data_offsets") from error
+            raise StoreError(
+                f"{label}: tensor {name[:100]!r} must have exactly dtype, shape, two data_offsets"
+            ) from error
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= data_bytes:
             raise StoreError(
                 f"{label}: tensor {name[:100]!r} has data_offsets {str(offsets)[:80]}, there are {data_bytes} bytes"
             )
-        key = (dtype, tuple(shape)) if type(dtype) is str and type(shape) is list else None
-        try:
-            known = shared.get(key) if key is not None else None
-        except TypeError:
-            known = None
-        if known is None or any(type(n) is not int for n in shape):
+        known = None
+        if not booleans and type(shape) is list:
+            try:
+                known = shared.get((dtype, tuple(shape)))
+            except TypeError:
+                known = None
+        if known is None:
             kind, nbytes = _kind(name, dtype, shape, label)
-            known = shared[kind] = (kind, nbytes)
+            known = shared.setdefault(kind, (kind, nbytes))
         kind, nbytes = known
         if end - begin != nbytes:
             raise StoreError(
@@ -199,16 +211,8 @@ def _check_layout(
 # --- the index of a sharded checkpoint ----------------------------------------------------------
 
 _SPACE = rb"[ \t\r\n]*"
-_ENTRY = re.compile(
-    _SPACE
-    + rb'"((?:[^"\\\x00-\x1f]|\\.)*)"'
-    + _SPACE
-    + rb":"
-    + _SPACE
-    + rb'"((?:[^"\\\x00-\x1f]|\\.)*)"'
-    + _SPACE
-    + rb"([,}])"
-)
+_STRING = rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"'
+_ENTRY = re.compile(_SPACE + _STRING + _SPACE + rb":" + _SPACE + _STRING + _SPACE + rb"([,}])")
 _EMPTY = re.compile(_SPACE + rb"\}")
 _KEY = re.compile(_SPACE + rb'"(\w+)"' + _SPACE + rb":" + _SPACE)
 _NEXT = re.compile(_SPACE + rb"([,}])" + _SPACE)

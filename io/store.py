@@ -8,6 +8,7 @@ expert) share a row of arrays, so that K3's 497,220 tensors cost about 10 MB. It
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from array import array
@@ -300,7 +301,14 @@ class Store:
         Raises StoreError: nothing there, shards missing (all are named), a header that is not right, an
         index and headers that disagree.
         """
-        return _open_in_place(Path(path), [Path(r) for r in roots])
+        # Half a million short-lived tuples would have the collector walk all of them again and again.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return _open_in_place(Path(path), [Path(r) for r in roots])
+        finally:
+            if collecting:
+                gc.enable()
 
     def pieces(self, name: str) -> tuple[Piece, ...]:
         """The rows of one tensor (first dimension; a scalar is one row), in order. Raises KeyError."""
