@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sluice.daemon.api import schemas
+from sluice.daemon.api.thinking import EFFORT_WORDS
 
 _JSON = "application/json"
 
@@ -30,12 +31,118 @@ _REFUSALS = {
 }
 
 
+# What the types leave open because the chat room checks it, described for readers and generators of clients.
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CALL = {
+    "type": "object",
+    "required": ["id", "function"],
+    "properties": {
+        "id": {"type": "string", "minLength": 1},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "minLength": 1}, "arguments": {"type": "string"}},
+        },
+    },
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _TEXT_PART}]}
+_MESSAGE = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["user", "system", "developer"]},
+                "content": _CONTENT,
+                "name": {"type": "string"},
+            },
+        },
+        {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"const": "assistant"},
+                "content": _CONTENT,
+                "name": {"type": "string"},
+                "reasoning_content": {"type": ["string", "null"]},
+                "tool_calls": {"type": ["array", "null"], "items": _CALL},
+            },
+        },
+        {
+            "type": "object",
+            "required": ["role", "content", "tool_call_id", "name"],
+            "properties": {
+                "role": {"const": "tool"},
+                "content": _CONTENT,
+                "tool_call_id": {"type": "string", "minLength": 1},
+                "name": {"type": "string", "minLength": 1},
+            },
+        },
+    ]
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]{0,255}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": ["object", "null"]},
+            },
+        },
+    },
+}
+_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "json_schema": {
+            "type": "object",
+            "required": ["name", "schema"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "schema": {"type": "object"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+# The named form needs a name among the request's tools, which a schema cannot say; it is told in words.
+_CHOICE = {
+    "enum": ["auto", "none", None],
+    "description": 'also, with tools: "required", or {"type": "function", "function": {"name": one of them}}',
+}
+_EFFORT = {"enum": [*EFFORT_WORDS, None]}
+
+
+def _describe_chats(components: dict[str, Any]) -> None:
+    for kind in ("ChatRequest", "TokenizeRequest"):
+        fields = components[kind]["properties"]
+        messages: dict[str, Any] = {"type": "array", "items": _MESSAGE, "minItems": 1}
+        fields["messages"] = messages if kind == "ChatRequest" else {"anyOf": [messages, {"type": "null"}]}
+        fields["tools"] = {"anyOf": [{"type": "array", "items": _TOOL}, {"type": "null"}]}
+        fields["response_format"] = {"anyOf": [_FORMAT, {"type": "null"}]}
+        fields["tool_choice"] = _CHOICE
+        fields["reasoning_effort"] = _EFFORT
+
+
 @functools.cache
 def document() -> dict[str, Any]:
     """The document. The same object every time: not to be changed."""
     types = [kind for _, _, _, request, reply, _ in _OPERATIONS for kind in (request, reply) if kind is not None]
     types += [schemas.ChatChunk, schemas.ErrorEnvelope]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    _describe_chats(components)
     reference = dict(zip(types, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for path, method, summary, request, reply, streams in _OPERATIONS:

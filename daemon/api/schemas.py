@@ -64,7 +64,7 @@ class Common(msgspec.Struct, kw_only=True):
 class CompletionRequest(Common, kw_only=True):
     """POST /v1/completions. prompt: text (encoded as it stands), or token ids; a list of one of either."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: Annotated[str, Meta(min_length=1)] | Annotated[list[int | str | list[int]], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 

@@ -19,6 +19,7 @@ DEFAULT_EFFORT = "max"  # as the vendor's own template has it when nobody says
 # Words that clients send and the model does not know; `medium` is sent unasked by many.
 _EFFORTS = {"low": "low", "high": "high", "max": "max", "minimal": "low", "medium": "high", "xhigh": "max"}
 _OFF = ("none", "off")
+EFFORT_WORDS = (*_EFFORTS, _OFF[0])  # what a request may say
 
 _TEMPLATE_KEYS = ("thinking", "enable_thinking", "thinking_effort", "reasoning_effort")
 
@@ -50,7 +51,7 @@ def thinking_of(
         if value is None:
             return
         if not isinstance(value, str) or value not in (*_EFFORTS, *_OFF):
-            words = ", ".join((*_EFFORTS, _OFF[0]))
+            words = ", ".join(EFFORT_WORDS)
             raise RequestError(f"{param} is {str(value)[:64]!r}; it must be one of {words}", param=param)
         if value in _OFF:
             switches.append(False)

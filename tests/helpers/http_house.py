@@ -111,17 +111,19 @@ async def open_house(
 
 
 @contextlib.contextmanager
-def house_in_thread(folder: Path, engine_of: Any, limits: Limits | None = None) -> Iterator[House]:
-    """The same in a thread of its own on uvloop. `engine_of()` makes the engine there, since gates belong to a loop."""
+def house_in_thread(folder: Path, engine_of: Callable[[], FakeEngine], limits: Limits | None = None) -> Iterator[House]:
+    """The same in a thread of its own on uvloop, for clients that block; open on TCP too, without a token.
+    `engine_of()` makes the engine there, since gates belong to a loop. The house's own client is not for use."""
     path = folder / "t.sock"
-    plug = unix_listener(path)
+    plugs = [unix_listener(path), tcp_listener()]
+    port = plugs[1].getsockname()[1]
     started = threading.Event()
     box: dict[str, Any] = {}
 
     async def main() -> None:
         stop = asyncio.Event()
         engine = engine_of()
-        server = HttpServer(create_app(engine, served_model(), limits), [plug])
+        server = HttpServer(create_app(engine, served_model(), limits), plugs)
         box.update(loop=asyncio.get_running_loop(), stop=stop, server=server, engine=engine)
         await server.start()
         started.set()
@@ -138,7 +140,7 @@ def house_in_thread(folder: Path, engine_of: Any, limits: Limits | None = None) 
     thread.start()
     assert started.wait(10)
     try:
-        yield House(path, box["server"], box["engine"], None)  # type: ignore[arg-type]
+        yield House(path, box["server"], box["engine"], None, port)  # type: ignore[arg-type]
     finally:
         box["loop"].call_soon_threadsafe(box["stop"].set)
         thread.join(10)
