@@ -9,6 +9,7 @@ times their own response. Most seeds must be of the first kind.
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from sluice import kernels
 from sluice.daemon.model.batch import Segment
 from sluice.daemon.model.graph import Lookahead, Network
+from sluice.daemon.model.scratch import activation_bytes
 from sluice.daemon.model.state import SequenceState
 from sluice.io.errors import ContextExceeded, RequestError, StorageError, StoreError
 
@@ -115,6 +117,37 @@ def test_the_latent_norm_eps_reaches_the_two_latent_norms_and_nothing_else() -> 
     assert np.abs(run(net, tokens) - exact).max() < 1e-4 * np.ptp(exact)
     plain, _, _ = network(config, tensors)
     assert np.abs(run(plain, tokens) - exact).max() > 1e-2 * np.ptp(exact)
+
+
+@pytest.mark.parametrize("form", [np.float16, np.float32])
+def test_plain_weights_may_be_stored_in_any_float_format(form: type) -> None:
+    """The same numbers give the same bits, whatever they are stored as."""
+    config, tensors, tokens = drawn("kimi-linear", 2)
+    stored = {name: ref.widen(array).astype(form) for name, array in tensors.items()}
+    single = {name: array.astype(np.float32) for name, array in stored.items()}
+    assert fingerprint(run(network(config, stored)[0], tokens)) == fingerprint(run(network(config, single)[0], tokens))
+    if form is np.float32:
+        assert fingerprint(run(network(config, tensors)[0], tokens)) == fingerprint(
+            run(network(config, single)[0], tokens)
+        )
+
+
+@pytest.mark.parametrize("config", [ref.k3_config(hidden_size=256), ref.kimi_linear_config(hidden_size=256)])
+def test_a_pass_takes_no_more_memory_than_planned(config: ref.Config) -> None:
+    tensors = ref.random_tensors(config, np.random.default_rng(0))
+    net, _, _ = network(config, tensors)
+    state, other = net.new_state(400), net.new_state(400)
+    parts = [Segment(state, ids([7] * 150), "none"), Segment(other, ids([9] * 150), "last")]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        net.forward(parts)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    lent_by_fakes = 2**20  # copies of single matrices and experts, which the fakes make
+    planned = activation_bytes(net.config, 300, 1)
+    assert 0.5 * planned < peak - before < planned + lent_by_fakes
 
 
 # ------------------------------------------------------------------------------------------------ the same bits

@@ -163,13 +163,20 @@ def _parts(c: ModelConfig, t: int) -> tuple[Shapes, list[Shapes]]:
 
 def activation_bytes(config: ModelConfig, rows: int, logit_rows: int) -> int:
     """Bytes a pass of at most `rows` tokens needs beside weights and states, `logit_rows` of them with logits."""
-    common, overlaid = _parts(config, rows)
-    arena = _numbers(common) + max(_numbers(shapes) for shapes in overlaid)
+    hidden = config.hidden_size
     ids = rows * config.num_experts_per_token
+    embedded = rows * hidden
     # columns of a matrix that arrives in runs of rows, for more than one token (`weights.Linear`)
-    beside = rows * max(config.intermediate_size, config.kda_width, config.hidden_size)
-    gathered = logit_rows * config.hidden_size * (config.bank_size + 3)
-    return 4 * (arena + ids + beside + gathered + logit_rows * config.vocab_size)
+    beside = rows * max(config.intermediate_size, config.kda_width, hidden) if rows > 1 else 0
+    gathered = logit_rows * hidden * (config.bank_size + 2)
+    logits = logit_rows * config.vocab_size
+    folded = 2 * config.num_hidden_layers * hidden if config.bank_size else 0  # norm ⊙ proj of every site
+    return 4 * (_arena_numbers(config, rows) + ids + embedded + beside + gathered + logits + folded)
+
+
+def _arena_numbers(config: ModelConfig, rows: int) -> int:
+    common, overlaid = _parts(config, rows)
+    return _numbers(common) + max(_numbers(shapes) for shapes in overlaid)
 
 
 class Scratch:
@@ -213,10 +220,10 @@ class Arena:
         """Buffers for T = t >= 1 rows. All Scratches share memory: only the latest asked for may be in use."""
         scratch = self._views.get(t)
         if scratch is None:
-            common, overlaid = _parts(self._config, t)
-            needed = _numbers(common) + max(_numbers(shapes) for shapes in overlaid)
+            needed = _arena_numbers(self._config, t)
             if needed > self._memory.size:
-                self._views.clear()  # they hold the old memory
+                self._views.clear()  # they hold the old memory, which must be gone before the new is there
+                self._memory = np.empty(0, np.float32)
                 self._memory = np.empty(needed, np.float32)
             if len(self._views) >= VIEWS_KEPT:
                 self._views.clear()
