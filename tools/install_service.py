@@ -111,7 +111,7 @@ def rendered(installation: Installation) -> dict[str, str]:
         "ProtectHome": "read-only" if any(below_home(path) for path in [*visible, installation.program]) else "yes",
     }
     if settings.server.tcp is not None:
-        values |= {"PrivateNetwork": "no", "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6"}
+        values |= {"PrivateNetwork": "no", "IPAddressDeny": [], "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6"}
     return {
         "/etc/systemd/system/sluice.service": render((shipped / "sluice.service").read_text(encoding="utf-8"), values),
         "/etc/systemd/system/sluice.socket": (shipped / "sluice.socket").read_text(encoding="utf-8"),
