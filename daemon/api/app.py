@@ -255,7 +255,7 @@ def create_app(
         limits=limits or Limits(),
         metrics=Metrics(engine.status, lambda: house.connection_count()),
         threads=ThreadPoolExecutor(2, thread_name_prefix="sluice-text"),
-        constrainer=None if model.tokenizer.markers is None else Constrainer(model.tokenizer),
+        constrainer=None if model.tokenizer.markers is None else model.constrainer or Constrainer(model.tokenizer),
         access=access,
     )
     routes = [Route(path, Endpoint(house, handler), methods=[method]) for method, path, handler in _ROUTES]

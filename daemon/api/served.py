@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sluice.daemon.chat.constraint import Constrainer
 from sluice.daemon.chat.tokenizer import Tokenizer
 from sluice.io.errors import ModelNotFound
 
@@ -13,7 +14,8 @@ class ServedModel:
     """One model behind the door.
 
     name: the id clients use; aliases: other accepted ids; created: Unix seconds; fingerprint: model identity
-    and numerics options, sent as `system_fingerprint`.
+    and numerics options, sent as `system_fingerprint`. constrainer: one that is warm already; warming takes
+    seconds with the interpreter held, so it belongs before the loop (None: the first request that needs it pays).
     """
 
     name: str
@@ -22,6 +24,7 @@ class ServedModel:
     fingerprint: str = ""
     aliases: frozenset[str] = field(default_factory=frozenset)
     owned_by: str = "sluice"
+    constrainer: Constrainer | None = None
 
     def check_name(self, wanted: str | None) -> None:
         """Raises ModelNotFound unless `wanted` is this model; None (absent) means this one, there is no other."""

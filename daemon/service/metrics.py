@@ -67,7 +67,6 @@ class Metrics:
         *,
         route: str,
         outcome: str,
-        error: str = "",
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         completion_tokens: int = 0,
@@ -78,8 +77,6 @@ class Metrics:
     ) -> None:
         """Count one request. Times are counted only for requests that produced a token."""
         self.requests.labels(route, outcome).inc()
-        if error:
-            self.errors.labels(error).inc()
         for kind, count in (("prompt", prompt_tokens), ("cached", cached_tokens), ("completion", completion_tokens)):
             if count:
                 self.tokens.labels(kind).inc(count)
@@ -98,13 +95,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Reads `status()` once a scrape. Keys it knows (all optional; numbers only):
-
-    queue.waiting, queue.running, queue.max_queue, queue.max_sequences; tokens.prompt, tokens.generated;
-    rates.*; memory.plan.<pool>, memory.used.<pool>, memory.rss_bytes, memory.limit_bytes;
-    io.experts.{hits, misses, bytes}, io.trunk.{bytes, waits, wait_seconds};
-    io.drives.<drive>.{bytes, reads, busy_seconds, errors}; io.prediction.{precision, recall}.
-    """
+    """Reads `EngineClient.status()` once a scrape; its docstring names the keys. Numbers only are exported."""
 
     def __init__(self, status: Callable[[], Mapping[str, object]]) -> None:
         self._status = status
@@ -115,69 +106,97 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        yield GaugeMetricFamily(
-            "sluice_ready", "1 when requests are served", value=float(status.get("state") == "ready")
-        )
+        serving = float(status.get("state") == "ready")
+        yield GaugeMetricFamily("sluice_ready", "1 when requests are served", value=serving)
         queue = _mapping(status.get("queue"))
-        for key, about in (
-            ("waiting", "Requests in the queue"),
-            ("running", "Requests in prefill or decode"),
-            ("max_queue", "Requests that may wait"),
-            ("max_sequences", "Requests that may run at once"),
-        ):
-            if (value := _number(queue.get(key))) is not None:
-                yield GaugeMetricFamily(f"sluice_queue_{key}", about, value=value)
-        tokens = _mapping(status.get("tokens"))
+        yield from _gauges(
+            queue,
+            "sluice_queue_",
+            waiting="Requests in the queue",
+            running="Requests in prefill or decode",
+            max_queue="Requests that may wait",
+            max_sequences="Requests that may run at once",
+        )
         family = CounterMetricFamily("sluice_tokens", "Tokens computed by the engine", labels=["kind"])
-        yield from _filled(family, tokens)
+        yield from _filled(family, _mapping(status.get("tokens")))
         rates = GaugeMetricFamily("sluice_rate", "Recent rates, as in /v1/status", labels=["name"])
         yield from _filled(rates, _mapping(status.get("rates")))
         memory = _mapping(status.get("memory"))
-        for name, about in (("plan", "Planned bytes by pool"), ("used", "Bytes in use by pool")):
-            pools = GaugeMetricFamily(f"sluice_memory_{name}_bytes", about, labels=["pool"])
-            yield from _filled(pools, _mapping(memory.get(name)))
-        for key, about in (("rss_bytes", "Resident memory"), ("limit_bytes", "The memory the plan must keep to")):
-            if (value := _number(memory.get(key))) is not None:
-                yield GaugeMetricFamily(f"sluice_memory_{key}", about, value=value)
+        plan = GaugeMetricFamily("sluice_memory_plan_pool_bytes", "Planned bytes by pool", labels=["pool"])
+        yield from _filled(plan, _mapping(memory.get("plan")))
+        yield from _gauges(
+            memory,
+            "sluice_memory_",
+            plan_bytes="Planned bytes, all pools",
+            limit_bytes="The memory the plan must keep to",
+            rss_bytes="Resident memory",
+            peak_rss_bytes="The most that was ever resident",
+        )
         yield from self._io(_mapping(status.get("io")))
 
     def _io(self, io: Mapping[str, object]) -> Iterator[Metric]:
-        experts = _mapping(io.get("experts"))
-        for key, about in (
-            ("hits", "Experts found in memory"),
-            ("misses", "Experts that had to be read"),
-            ("bytes", "Bytes of experts read"),
-        ):
-            if (value := _number(experts.get(key))) is not None:
-                yield CounterMetricFamily(f"sluice_expert_{key}", about, value=value)
-        trunk = _mapping(io.get("trunk"))
-        for key, about in (
-            ("bytes", "Bytes of trunk read"),
-            ("waits", "Times compute waited for the trunk"),
-            ("wait_seconds", "Time compute waited for the trunk"),
-        ):
-            if (value := _number(trunk.get(key))) is not None:
-                yield CounterMetricFamily(f"sluice_trunk_{key}", about, value=value)
-        drives = _mapping(io.get("drives"))
+        experts, trunk = _mapping(io.get("experts")), _mapping(io.get("trunk"))
+        yield from _counters(
+            experts,
+            "sluice_expert_",
+            hits="Experts found in memory",
+            misses="Experts that had to be read",
+            shared="Experts whose read was under way already",
+            bytes_read="Bytes of experts read",
+            wait_seconds="Time compute waited for experts",
+        )
+        # What the pools hold, beside what was planned for them.
+        used = {
+            "trunk pinned": trunk.get("pinned_bytes"),
+            "trunk ring": trunk.get("ring_bytes"),
+            "expert cache": experts.get("capacity_bytes"),
+        }
+        pools = GaugeMetricFamily("sluice_memory_used_pool_bytes", "Bytes held by pool", labels=["pool"])
+        yield from _filled(pools, used)
+        yield from _gauges(experts, "sluice_expert_", cached="Experts in memory")
+        yield from _counters(
+            trunk,
+            "sluice_trunk_",
+            streamed_bytes="Bytes of trunk read while computing",
+            wait_seconds="Time compute waited for the trunk",
+        )
+        drives = io.get("drives")
+        drives = [_mapping(drive) for drive in drives] if isinstance(drives, list | tuple) else []
         for key, about in (
             ("bytes", "Bytes read, by drive"),
             ("reads", "Reads, by drive"),
             ("busy_seconds", "Time with a read in flight, by drive"),
-            ("errors", "Failed reads, by drive"),
+            ("retries", "Reads tried again, by drive"),
+            ("failures", "Failed reads, by drive"),
         ):
-            family = CounterMetricFamily(f"sluice_drive_{key}", about, labels=["drive"])
-            for drive, numbers in drives.items():
-                if (value := _number(_mapping(numbers).get(key))) is not None:
-                    family.add_metric([str(drive)], value)
-            if family.samples:
-                yield family
+            counter = CounterMetricFamily(f"sluice_drive_{key}", about, labels=["drive"])
+            yield from _filled(counter, {str(drive.get("name")): drive.get(key) for drive in drives})
+        flying = GaugeMetricFamily("sluice_drive_in_flight", "Reads in flight, by drive", labels=["drive"])
+        yield from _filled(flying, {str(drive.get("name")): drive.get("in_flight") for drive in drives})
         prediction = _mapping(io.get("prediction"))
-        for key, about in (
-            ("precision", "Of the experts read ahead, the part that was used"),
-            ("recall", "Of the experts used, the part that was read ahead"),
-        ):
-            if (value := _number(prediction.get(key))) is not None:
-                yield GaugeMetricFamily(f"sluice_prediction_{key}", about, value=value)
+        yield from _counters(
+            prediction,
+            "sluice_prediction_",
+            hinted="Experts read ahead",
+            used="Experts read ahead and then used",
+            wasted_bytes="Bytes read ahead for nothing",
+        )
+        hinted, used_ahead = _number(prediction.get("hinted")), _number(prediction.get("used"))
+        if hinted and used_ahead is not None:
+            about = "Of the experts read ahead, the part that was used"
+            yield GaugeMetricFamily("sluice_prediction_precision", about, value=used_ahead / hinted)
+
+
+def _gauges(numbers: Mapping[str, object], prefix: str, **about: str) -> Iterator[GaugeMetricFamily]:
+    for key, text in about.items():
+        if (value := _number(numbers.get(key))) is not None:
+            yield GaugeMetricFamily(prefix + key, text, value=value)
+
+
+def _counters(numbers: Mapping[str, object], prefix: str, **about: str) -> Iterator[CounterMetricFamily]:
+    for key, text in about.items():
+        if (value := _number(numbers.get(key))) is not None:
+            yield CounterMetricFamily(prefix + key, text, value=value)
 
 
 def _filled(

@@ -149,11 +149,13 @@ class FakeEngine:
             "requests": [],
             "rates": {"decode_tokens_per_second": 2.5},
             "tokens": {"prompt": 10, "generated": sum(len(g.produced) for g in self.live)},
-            "memory": {"plan": {"trunk": 1000}, "used": {"trunk": 900}, "rss_bytes": 5000, "limit_bytes": 6000},
+            "memory": {"plan": {"trunk": 1000}, "plan_bytes": 1000, "limit_bytes": 6000, "rss_bytes": 5000},
             "io": {
-                "experts": {"hits": 3, "misses": 1, "bytes": 17},
-                "drives": {"nvme0": {"bytes": 17, "reads": 1, "busy_seconds": 0.5, "errors": 0}},
-                "prediction": {"precision": 0.75},
+                "backend": "fake",
+                "trunk": {"pinned_bytes": 800, "ring_bytes": 100, "streamed_bytes": 0},
+                "experts": {"hits": 3, "misses": 1, "bytes_read": 17, "cached": 2, "capacity_bytes": 34},
+                "drives": [{"name": "nvme0", "bytes": 17, "reads": 1, "busy_seconds": 0.5, "in_flight": 0}],
+                "prediction": {"hinted": 4, "used": 3, "wasted_bytes": 17},
             },
         }
 
