@@ -31,9 +31,9 @@ WELL_CONDITIONED = 1e-5
 TOLERANCE = 2e-5
 
 
-def drawn(flavour: str, seed: int, tokens: int = 13) -> tuple[ref.Config, ref.Tensors, list[int]]:
+def drawn(flavour: str, seed: int, tokens: int = 13, **changes: int) -> tuple[ref.Config, ref.Tensors, list[int]]:
     rng = np.random.default_rng([seed, len(flavour)])
-    config = ref.random_config(rng, flavour)
+    config = ref.random_config(rng, flavour) | changes
     tensors = ref.random_tensors(
         config, rng, experts="mxfp4" if flavour == "k3" else "bf16", small=("f32", "bf16")[seed % 2]
     )
@@ -155,10 +155,15 @@ def test_a_pass_takes_no_more_memory_than_planned(config: ref.Config) -> None:
 
 @pytest.fixture(scope="module", params=["k3", "kimi-linear"])
 def case(request: pytest.FixtureRequest) -> tuple[ref.Config, ref.Tensors, list[int], str]:
-    """A network with its expected fingerprint: 70 tokens at once, alone, on one thread."""
-    config, tensors, tokens = drawn(request.param, 3, tokens=70)
+    """A network with its expected fingerprint: 70 tokens at once, alone, on one thread. Wide enough that products
+    of a single row are split between threads too."""
+    config, tensors, tokens = drawn(request.param, 3, tokens=70, hidden_size=288, vocab_size=600)
+    before = kernels.thread_count()
+    kernels.configure_threads(1, None)
     net, _, _ = network(config, tensors)
-    return config, tensors, tokens, fingerprint(run(net, tokens))
+    expected = fingerprint(run(net, tokens))
+    kernels.configure_threads(before, None)
+    return config, tensors, tokens, expected
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 70])
