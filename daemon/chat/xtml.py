@@ -68,11 +68,6 @@ def render(request: PromptRequest) -> list[Segment]:
     return _Renderer(request).render()
 
 
-def media_block(width: int, height: int) -> str:
-    """The markup of one image with its original size in pixels; its pad token is repeated before the model runs."""
-    return f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>"
-
-
 def response_schema(response_format: Mapping[str, Any]) -> Any:
     """The schema inside a json_schema response format, wherever the client put it; None if there is none."""
     outer = response_format.get("json_schema")
