@@ -170,6 +170,18 @@ async def test_a_reader_that_stops_reading_is_dropped_and_slows_nobody(tmp_path:
 
 
 @on_uvloop
+async def test_a_whole_reply_nobody_takes_does_not_keep_its_connection(tmp_path: Path) -> None:
+    limits = Limits(write_seconds=0.3, keepalive_seconds=1)
+    async with open_house(tmp_path, FakeEngine(say(*AB)), limits) as house:
+        _, writer = await house.raw()
+        writer.transport.pause_reading()
+        writer.write(post("/detokenize", {"tokens": AB * 400_000}))
+        await writer.drain()
+        await until(lambda: house.server.connections == 1)
+        await until(lambda: house.server.connections == 0)
+
+
+@on_uvloop
 async def test_requests_that_take_too_long_to_arrive_are_ended(tmp_path: Path) -> None:
     limits = Limits(header_seconds=0.1, body_seconds=0.1)
     async with open_house(tmp_path, FakeEngine(say(*AB)), limits) as house:

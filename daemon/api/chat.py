@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from sluice.daemon.api.choice import Choice
-from sluice.daemon.api.exchange import Exchange, parse_json
+from sluice.daemon.api.exchange import Exchange
 from sluice.daemon.api.house import House
 from sluice.daemon.api.schemas import (
     ChatChoice,
@@ -33,7 +33,7 @@ from sluice.daemon.api.schemas import (
     ToolCallDelta,
     TopLogprob,
     Usage,
-    convert,
+    read_request,
     sampling_of,
 )
 from sluice.daemon.api.serving import Form, check_common, check_fits, clamp_max_tokens, serve, usage_of
@@ -70,7 +70,7 @@ async def chat_completions(house: House, exchange: Exchange) -> None:
     body = await exchange.read_json_bytes()
     if house.constrainer is None:
         raise RequestError(f"the model {house.model.name} has no chat format here; use /v1/completions")
-    request = convert(await house.off_loop(lambda: parse_json(body), len(body)), ChatRequest)
+    request = await house.off_loop(lambda: read_request(body, ChatRequest), len(body))
     house.model.check_name(request.model)
     check_common(request)
     if request.top_logprobs is not None and not request.logprobs:
@@ -94,7 +94,7 @@ async def chat_completions(house: House, exchange: Exchange) -> None:
     number = request.n or 1
     parallel = request.parallel_tool_calls is not False
     constraints = await _constraints(house, prompt, parallel, number)
-    call_id = call_id_maker(ids)
+    call_id = await house.off_loop(lambda: call_id_maker(ids), len(ids))
     readers = [
         ReplyReader(
             tokenizer,

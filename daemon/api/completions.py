@@ -8,9 +8,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from sluice.daemon.api.choice import Choice
-from sluice.daemon.api.exchange import Exchange, parse_json
+from sluice.daemon.api.exchange import Exchange
 from sluice.daemon.api.house import House
-from sluice.daemon.api.schemas import Completion, CompletionRequest, TextChoice, TextLogprobs, convert, sampling_of
+from sluice.daemon.api.schemas import Completion, CompletionRequest, TextChoice, TextLogprobs, read_request, sampling_of
 from sluice.daemon.api.serving import Form, check_common, check_fits, clamp_max_tokens, serve, usage_of
 from sluice.daemon.chat.reply import Content, ReplyEvent, TextReader
 from sluice.daemon.chat.stops import stop_strings
@@ -26,7 +26,7 @@ _DEFAULT_TEMPERATURE = 1.0
 async def completions(house: House, exchange: Exchange) -> None:
     """Serve one request. Raises what `app.Edge` turns into a reply, as long as nothing was sent."""
     body = await exchange.read_json_bytes()
-    request = convert(await house.off_loop(lambda: parse_json(body), len(body)), CompletionRequest)
+    request = await house.off_loop(lambda: read_request(body, CompletionRequest), len(body))
     house.model.check_name(request.model)
     check_common(request)
     prompt = await prompt_ids(house, request.prompt)

@@ -136,6 +136,8 @@ def error_reply(exc: BaseException) -> ErrorReply:
             code = "storage_error"
         case StoreError():
             code = "store_error"
+        case _ if status == 503:
+            headers.append(("retry-after", "10"))
         case _:
             pass
     return ErrorReply(status, {"message": str(exc), "type": kind, "param": param, "code": code}, tuple(headers))

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sluice.daemon.api.errors import ClientLeft, Refusal
 from sluice.daemon.api.limits import Limits
-from sluice.io.errors import RequestError, SluiceError
+from sluice.io.errors import SluiceError
 
 _JSON = b"application/json"
 # A refused body is read and thrown away up to here, so that a client in the middle of sending it hears why.
@@ -222,22 +222,6 @@ class Exchange:
 
     async def reply_json(self, value: object, *, status: int = 200) -> None:
         await self.reply(msgspec.json.encode(value), status=status)
-
-
-def parse_json(body: bytes) -> dict[str, object]:
-    """The request's JSON object, null members dropped (null means absent).
-
-    Raises RequestError for anything else: bad JSON, bad UTF-8, lone surrogates, NaN, too deep, not an object.
-    """
-    try:
-        value = msgspec.json.decode(body)
-    except msgspec.DecodeError as exc:
-        raise RequestError(f"the body is not valid JSON: {exc}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    return {key: member for key, member in value.items() if member is not None}
 
 
 def account_fields(exchange: Exchange) -> Mapping[str, object]:

@@ -379,6 +379,27 @@ def refuse_unserved(body: Mapping[str, object], known: Iterable[str]) -> None:
             log.info("ignoring the unknown request field %r (said once)", name[:64])
 
 
+def read_request(body: bytes, kind: type[RequestType]) -> RequestType:
+    """A request's body as `kind`. Raises RequestError with the path of what is wrong."""
+    return convert(parse_json(body), kind)
+
+
+def parse_json(body: bytes) -> dict[str, object]:
+    """The body's JSON object, null members dropped (null means absent).
+
+    Raises RequestError for anything else: bad JSON, bad UTF-8, lone surrogates, NaN, too deep, not an object.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError as exc:
+        raise RequestError(f"the body is not valid JSON: {exc}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    return {key: member for key, member in value.items() if member is not None}
+
+
 def convert(body: Mapping[str, object], kind: type[RequestType]) -> RequestType:
     """A request's members as `kind`. Raises RequestError with the path of what is wrong."""
     refuse_unserved(body, kind.__struct_fields__)

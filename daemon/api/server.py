@@ -60,6 +60,8 @@ class Wire(H11Protocol):
         self.half_closed = False
         self._descriptor = -1
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._moved_at = loop.time()
 
     # ---- the life of a connection
 
@@ -109,8 +111,19 @@ class Wire(H11Protocol):
 
     def abort(self) -> None:
         """Drop the connection with whatever is unsent."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # at once: uvicorn would take an unfinished reply for a bug
         if self.transport is not None:
             self.transport.abort()
+
+    def stalled(self, now: float) -> bool:
+        """Whether the peer has taken nothing of what is written to it for `write_seconds`. Called by the sweep; a
+        reply that was handed over whole, or a closing connection, has nobody else to notice."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._unsent:
+            self._moved_at = now
+        self._unsent = unsent
+        return unsent > 0 and now - self._moved_at > self.limits.write_seconds
 
     @property
     def busy(self) -> bool:
@@ -254,15 +267,17 @@ class HttpServer:
         self.house.threads.shutdown(wait=False)
 
     async def _sweep(self) -> None:
-        """Look after peers that cannot be heard, and keep the Date header."""
+        """Look after peers that cannot be heard or do not read, and keep the Date header."""
         count = 0
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             count += 1
             if count % 4 == 0:
                 self._date()
+            now = asyncio.get_running_loop().time()
             for connection in list(self._state.connections):
-                if isinstance(connection, Wire) and connection.busy and connection.deaf and connection.hung_up():
+                assert isinstance(connection, Wire)
+                if connection.stalled(now) or (connection.busy and connection.deaf and connection.hung_up()):
                     connection.abort()
 
     def _date(self) -> None:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from sluice.daemon.api.chat import write_prompt
 from sluice.daemon.api.completions import check_ids
-from sluice.daemon.api.exchange import Exchange, parse_json
+from sluice.daemon.api.exchange import Exchange
 from sluice.daemon.api.house import House
-from sluice.daemon.api.schemas import Content, DetokenizeRequest, TokenizeRequest, Tokens, convert
+from sluice.daemon.api.schemas import Content, DetokenizeRequest, TokenizeRequest, Tokens
 from sluice.io.errors import RequestError
 
 
 async def tokenize(house: House, exchange: Exchange) -> None:
     """Text as text, or a chat with everything a prompt adds around it."""
     body = await exchange.read_json_bytes()
-    request = convert(await house.off_loop(lambda: parse_json(body), len(body)), TokenizeRequest)
+    request = await house.off_loop(lambda: read_request(body, TokenizeRequest), len(body))
     house.model.check_name(request.model)
     tokenizer = house.model.tokenizer
     if (request.content is None) == (request.messages is None):
@@ -33,7 +33,7 @@ async def tokenize(house: House, exchange: Exchange) -> None:
 async def detokenize(house: House, exchange: Exchange) -> None:
     """Ids to text: U+FFFD for what is no UTF-8, control tokens as their names."""
     body = await exchange.read_json_bytes()
-    request = convert(await house.off_loop(lambda: parse_json(body), len(body)), DetokenizeRequest)
+    request = await house.off_loop(lambda: read_request(body, DetokenizeRequest), len(body))
     house.model.check_name(request.model)
     tokenizer = house.model.tokenizer
     vocab_size = min(house.engine.vocab_size, tokenizer.vocab_size)
