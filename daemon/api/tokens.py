@@ -9,7 +9,7 @@ from sluice.daemon.api.chat import write_prompt
 from sluice.daemon.api.completions import check_ids
 from sluice.daemon.api.exchange import Exchange
 from sluice.daemon.api.house import House
-from sluice.daemon.api.schemas import Content, DetokenizeRequest, TokenizeRequest, Tokens
+from sluice.daemon.api.schemas import Content, DetokenizeRequest, TokenizeRequest, Tokens, read_request
 from sluice.io.errors import RequestError
 
 
