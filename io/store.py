@@ -29,6 +29,9 @@ ALIGN = 4096
 NUMPY_DTYPES: Mapping[str, DTypeLike] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
 """How the bytes of a weight appear as arrays; bf16 as its bits, since numpy has no such type."""
 
+RECLAIMED = "SLUICE-RECLAIMED"
+"""Marks a folder whose shards `sluice pack --reclaim` has begun to free: they have true headers and holes for data."""
+
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -298,14 +301,16 @@ class Store:
     def open(path: str | os.PathLike[str], roots: Sequence[str | os.PathLike[str]] = ()) -> Store:
         """The checkpoint at `path` (a folder, or one .safetensors file), its shards looked for there and in `roots`.
 
-        Raises StoreError: nothing there, shards missing (all are named), a header that is not right, an
-        index and headers that disagree.
+        A folder with a packed store's manifest is opened as such, its files looked for in the same places. A packed
+        store in one of the roots is used in place of the shards, if it was made from this checkpoint.
+        Raises StoreError: nothing there, shards missing (all are named), a header that is not right, an index and
+        headers that disagree, a packed store that is damaged or of another checkpoint or layout version.
         """
         # Half a million short-lived tuples would have the collector walk all of them again and again.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return _open_in_place(Path(path), [Path(r) for r in roots])
+            return _open(Path(path), [Path(r) for r in roots])
         finally:
             if collecting:
                 gc.enable()
@@ -412,7 +417,29 @@ class Store:
 # --- opening -------------------------------------------------------------------------------------
 
 
-def _open_in_place(path: Path, roots: list[Path]) -> Store:
+def _open(path: Path, roots: list[Path]) -> Store:
+    from sluice.io import packed  # it builds on this module
+
+    folders = [path, *(root for root in roots if root.resolve() != path.resolve())]
+    where = next((folder for folder in folders if (folder / packed.MANIFEST).is_file()), None)
+    if where is None:
+        return open_in_place(path, roots)
+    store = packed.open_packed(where, folders)
+    if where != path:
+        identity = open_in_place(path, roots).identity
+        if store.identity != identity:
+            raise StoreError(
+                f"{where / packed.MANIFEST}: packed from checkpoint {store.identity[:40]}, {path} is {identity}; "
+                "pack again or leave that root out"
+            )
+    return store
+
+
+def open_in_place(path: Path, roots: Sequence[Path], *, reclaimed: bool = False) -> Store:
+    """The shards themselves, whatever packed store lies beside them. reclaimed: even when they have begun to be freed,
+    for the packer that does it. Raises StoreError."""
+    if not reclaimed and (path / RECLAIMED).exists():
+        raise StoreError(f"{path}: its shards were given up while being packed ({RECLAIMED} says where to)")
     if not path.exists():
         raise StoreError(f"{path}: no such model folder or file")
     index: safetensors.ShardIndex | None = None

@@ -167,7 +167,7 @@ def test_an_expert_of_another_shape_is_named(tmp_path):
     name = toy.naming.template.format(layer=1, expert=4, part="w2.weight_scale")
     for tensors in toy.shards.values():
         if name in tensors:
-            tensors[name] = ("U8", np.zeros((3, 40), np.uint8))
+            tensors[name] = ("U8", np.zeros((7, 64), np.uint8))
     store = Store.open(toy.write(tmp_path))
     with pytest.raises(StoreError, match=name):
         store.declare_experts(toy.naming)

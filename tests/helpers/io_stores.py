@@ -83,7 +83,7 @@ class Toy:
             }
             for e in sorted(map(str, range(experts))):
                 for part in PARTS:
-                    shape = (40, 24) if part.endswith("packed") else (40, 3)
+                    shape = (64, 60) if part.endswith("packed") else (64, 7)
                     name = TEMPLATE.format(layer=layer, expert=e, part=part)
                     shard[name] = ("U8", rng.integers(0, 200, shape, dtype=np.uint8))
             self.shards[f"model-{layer + 1:05d}-of-{layers + 1:05d}.safetensors"] = shard
