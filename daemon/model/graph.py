@@ -86,7 +86,8 @@ class Network:
         self._trunk.begin_pass(skip)
         try:
             run = _Pass(self, segments)
-            logits = run.through(on_layer)
+            with np.errstate(all="ignore"):  # what is not finite is looked for, and told by name
+                logits = run.through(on_layer)
         except BaseException as error:
             self._trunk.abort_pass()
             if isinstance(error, ValueError):  # kernels speak of arrays; by now the request was checked
