@@ -255,6 +255,20 @@ async def test_logprobs_are_of_content_alone(tmp_path: Path) -> None:
     assert plain["choices"][0]["logprobs"] is None
 
 
+async def test_logprobs_stay_with_their_character_over_an_ignored_token(tmp_path: Path) -> None:
+    first, *rest = byte_ids(EMOJI)
+    ids = [*reply_ids("a"), first, MINI.control["[PAD]"], *rest, *reply_ids("b", *answer("")[1:])]
+    async with open_house(tmp_path, FakeEngine(say(*ids))) as house:
+        whole = await both_ways(house, {"logprobs": True, "reasoning_effort": "none"})
+        body = {"messages": USER, "reasoning_effort": "none", "logprobs": True, "stream": True}
+        events = read_stream((await house.client.post(URL, json=body)).text).events
+    entries = whole["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == f"a{EMOJI}b"
+    parts = [event["choices"][0] for event in events]
+    (carrier,) = [part for part in parts if part["delta"].get("content") == EMOJI]
+    assert len(carrier["logprobs"]["content"]) == 4
+
+
 # ---- what the client may ask
 
 

@@ -432,7 +432,7 @@ async def test_metrics_tell_of_requests_and_of_the_engine(tmp_path: Path) -> Non
         "sluice_http_connections 1.0",
         "sluice_queue_waiting 0.0",
         'sluice_memory_plan_pool_bytes{pool="trunk"} 1000.0',
-        'sluice_memory_used_pool_bytes{pool="trunk pinned"} 800.0',
+        'sluice_memory_used_pool_bytes{pool="pinned trunk"} 800.0',
         'sluice_memory_used_pool_bytes{pool="expert cache"} 34.0',
         "sluice_memory_plan_bytes 1000.0",
         "sluice_memory_rss_bytes 5000.0",

@@ -105,7 +105,7 @@ class Edge:
     async def _fail(self, exchange: Exchange, exc: Exception) -> None:
         account = exchange.account
         account.error = f"{error_kind(exc)}: {exc}"
-        account.outcome = "refused" if isinstance(exc, RequestError) else "failed"
+        account.outcome = "refused" if isinstance(exc, RequestError | ServiceUnavailable) else "failed"
         self._house.metrics.errors.labels(error_kind(exc)).inc()
         if not isinstance(exc, SluiceError):
             log.error("request %s met a bug", exchange.id, exc_info=exc)

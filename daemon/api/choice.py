@@ -47,6 +47,7 @@ class Choice:
         self._finish: Finish | None = None
         self._want_logprobs = want_logprobs
         self._shadow = Detokenizer()  # counts the characters of content as the reader decodes them
+        self._channel = getattr(reader, "channel", "")
         self._decoded = 0
         self._sent = 0
         self._held: deque[tuple[int, Token]] = deque()
@@ -89,11 +90,13 @@ class Choice:
         return self._released(everything=self._finish.stop is None)
 
     def _hold(self, token: Token) -> None:
+        channel = getattr(self.reader, "channel", "")
+        if channel != self._channel:  # the reader flushes its decoder at a change of channel, and only there
+            self._decoded += len(self._shadow.flush())
+            self._channel = channel
         if self.reader.last_was_content:
             self._held.append((self._decoded, token))
             self._decoded += len(self._shadow.feed(self._tokenizer.token_bytes(token.id)))
-        else:
-            self._decoded += len(self._shadow.flush())
 
     def _released(self, everything: bool = False) -> list[tuple[int, Token]]:
         """A token goes out with its first character, and never when a stop string ate that."""
