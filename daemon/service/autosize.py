@@ -85,9 +85,11 @@ def split_spare(spare: int, trunk: int, trunk_floor: int, experts: int, experts_
     return trunk_floor + more_trunk, experts_floor + more_experts
 
 
-def nearest_preset(fits: Callable[[Settings], bool]) -> str | None:
-    """The largest fixed preset for which `fits` (a memory plan against the limit) says yes; None when none does."""
-    for name in reversed(preset_names()):
-        if fits(load_settings(name, env={})):
-            return name
-    return None
+def nearest_preset(fits: Callable[[Settings], bool], limit: int | None = None) -> str | None:
+    """The largest fixed preset for which `fits` (a memory plan against the limit) says yes; None when none does.
+
+    limit: bytes the machine can give; presets made for more are passed over, as long as a smaller one fits.
+    """
+    fitting = [name for name in preset_names() if fits(load_settings(name, env={}))]
+    within = [name for name in fitting if limit is None or (load_settings(name, env={}).memory.total or 0) <= limit]
+    return within[-1] if within else fitting[0] if fitting else None
