@@ -481,7 +481,7 @@ for preset in presets:
     tomllib.loads(preset.read_text())
 """
 
-ROOMS = {"daemon": "daemon", "io": "io", "kernels_cpp/kernels": "kernels", "presets": "presets", "tools": "tools"}
+ROOMS = {room: room for room in ("daemon", "io", "presets", "systemd", "tools")} | {"kernels_cpp/kernels": "kernels"}
 
 
 def missing_from(wheel: Path) -> list[str]:
