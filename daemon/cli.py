@@ -20,8 +20,12 @@ from sluice.daemon.client.status import status
 from sluice.daemon.run import run
 from sluice.daemon.serve import serve
 from sluice.io.errors import SluiceError
+from sluice.tools.diskbench import diskbench
+from sluice.tools.doctor import doctor
+from sluice.tools.download import download
 from sluice.tools.install_service import install_service
 from sluice.tools.mini import synth
+from sluice.tools.pack import pack
 from sluice.tools.plan import plan
 from sluice.tools.presets_cmd import config, presets_app
 
@@ -36,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Answers prompts with mixture-of-experts models far larger than memory.",
 )
-for command in (serve, run, ask, chat, status, plan, config, synth, install_service):
+for command in (serve, run, ask, chat, status, plan, config, synth, pack, diskbench, install_service, doctor, download):
     app.command()(command)
 app.add_typer(presets_app, name="presets")
 
