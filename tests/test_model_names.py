@@ -16,8 +16,6 @@ from sluice.daemon.model import names
 from sluice.daemon.model.config import parse_config, read_config
 from sluice.io.errors import StoreError
 
-BYTES = {"BF16": 2, "F32": 4}
-
 
 def small(prefix: str = "", experts: str = "mxfp4", **changes: Any) -> tuple[names.ModelConfig, dict[str, Facts]]:
     config = ref.k3_config(**changes)
@@ -57,6 +55,30 @@ def test_the_published_model_has_the_published_tensors_and_bytes() -> None:
     assert len(parts) * c.num_experts * len(c.moe_layers) == 494_592
     assert list(parts)[:2] == ["w1.weight_packed", "w1.weight_scale"]
     assert parts["w2.weight_packed"] == (3584, 1536)
+
+
+def test_kimi_linear_has_its_published_tensors_and_bytes() -> None:
+    """Specification section 6: 20,493 tensors, 98,245,528,576 bytes; F32 are A_log and dt_bias alone."""
+    linear = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128}
+    dims = {"hidden_size": 2304, "num_hidden_layers": 27, "vocab_size": 163840, "kv_lora_rank": 512}
+    dims |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 9216}
+    dims |= {"num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1024}
+    dims |= {"num_experts": 256, "num_experts_per_token": 8}
+    c = parse_config(ref.kimi_linear_config(**dims, linear_attn_config=linear))
+    total, count = 2 * 2 * c.vocab_size * c.hidden_size, 2  # embedding and head
+    for vector in names.top_vectors(c):
+        total, count = total + 2 * int(np.prod(vector.shape)), count + 1
+    for layer in range(c.num_hidden_layers):
+        for vector in names.layer_vectors(c, layer):
+            wide = vector.name.endswith(("A_log", "dt_bias"))
+            total, count = total + (4 if wide else 2) * int(np.prod(vector.shape)), count + 1
+        for matrix in names.layer_matrices(c, layer):
+            total, count = total + 2 * matrix.rows * matrix.cols, count + 1
+    parts = names.expert_parts(c, packed=False)
+    experts = len(c.moe_layers) * c.num_experts
+    count += experts * len(parts)
+    total += experts * sum(2 * rows * cols for rows, cols in parts.values())
+    assert (count, total) == (20_493, 98_245_528_576)
 
 
 def test_an_index_that_fits_is_bound_whole() -> None:
