@@ -68,9 +68,11 @@ class Daemon:
             log.info("memory %s; %s", lock_memory(), spread_memory(self._settings.compute.numa))
             self._lifecycle.progress(f"loading {self._files.name}")
             async with contextlib.AsyncExitStack() as held:
-                engine = running_engine(self._files, self._plan, self._settings)
+                engine = running_engine(self._files, self._plan, self._settings, progress=self._loading)
                 running = await asyncio.to_thread(engine.__enter__)
                 held.push_async_callback(asyncio.to_thread, engine.__exit__, None, None, None)
+                if (constrainer := self._app.state.house.constrainer) is not None:
+                    await asyncio.to_thread(constrainer.warm)  # else the first structured answer pays seconds for it
                 await self._serve_until_stopped(running)
                 await server.stop()
         finally:
@@ -98,6 +100,10 @@ class Daemon:
                 await asyncio.sleep(TICK_SECONDS)
             for helper in helpers:
                 helper.cancel()
+
+    def _loading(self, done: int, total: int) -> None:
+        """From the loading thread: how far the pinned weights are."""
+        self._lifecycle.progress(f"loading {self._files.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
     async def _watch_memory(self, running: RunningEngine) -> None:
         watch = PressureWatch(running.shrink_cache, running.cache_bytes, time.monotonic)

@@ -62,7 +62,7 @@ def served_model(files: ModelFiles, settings: Settings) -> ServedModel:
 
     return ServedModel(
         name=files.name,
-        tokenizer=load_tokenizer(files.folder, files.config.vocab_size),
+        tokenizer=load_tokenizer(files.folder, files.config.vocab_size, chat=False),
         created=int((files.folder / "config.json").stat().st_mtime),
         fingerprint=system_fingerprint(files, settings),
     )

@@ -33,14 +33,16 @@ from sluice.daemon.service.plan import MemoryPlan
 from sluice.daemon.service.settings import Settings
 from sluice.io.errors import PresetError, StoreError
 from sluice.io.experts import CachePlan, plan_cache
-from sluice.io.service import IoService, IoSettings
+from sluice.io.service import IoService, IoSettings, MakeReader
 from sluice.io.store import Store
 from sluice.io.trunk import TrunkPlan, plan_trunk
 
 log = logging.getLogger("sluice.engine")
 
-INTERPRETER_BYTES = 230_000_000
-"""Python, numpy, the HTTP stack and a 160k-token vocabulary, with room for requests in flight."""
+INTERPRETER_BYTES = 140_000_000
+"""Python, numpy, the HTTP stack and its requests in flight: 85 MB at rest, measured with a small model."""
+BYTES_PER_VOCABULARY_ENTRY = 900
+"""Tokenizer and grammar vocabulary: 68 + 70 MB for K3's 163,840 entries, measured."""
 BYTES_PER_TENSOR = 100
 """What the catalogue keeps of a tensor, and what reading the headers needs for a moment, per tensor."""
 ROUTERS_SHARE = 4
@@ -124,7 +126,9 @@ def plan_engine(files: ModelFiles, settings: Settings, limit: MemoryLimit | None
     engine, memory, config = settings.engine, settings.memory, files.config
     rows = engine.max_sequences + engine.prefill_chunk
     fixed = {
-        "interpreter": INTERPRETER_BYTES + BYTES_PER_TENSOR * len(files.store.tensors),
+        "interpreter": INTERPRETER_BYTES
+        + BYTES_PER_VOCABULARY_ENTRY * config.vocab_size
+        + BYTES_PER_TENSOR * len(files.store.tensors),
         "state": engine.max_sequences * state_bytes(config, engine.context),
         "activations": activation_bytes(config, rows, engine.max_sequences),
         "sessions": memory.sessions,
@@ -332,9 +336,12 @@ def running_engine(
     *,
     on_logits: Callable[[int, NDArray[np.float32]], None] | None = None,
     on_route: Callable[[int, NDArray[np.int32]], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    make_reader: MakeReader | None = None,
 ) -> Iterator[RunningEngine]:
     """Open drives, allocate as planned, start the engine; stop and give back everything on exit.
 
+    progress(bytes done, bytes in all) is told while weights load; make_reader replaces the reader (tests).
     On the engine's thread, on_logits(sequence number, row) sees every logit row that chose a token and
     on_route(layer, ids (T, k)) every routing decision.
     Raises BudgetError, StoreError or StorageError.
@@ -343,7 +350,9 @@ def running_engine(
     io_settings = IoSettings(
         backend=settings.io.backend, direct=settings.io.direct, depth=settings.io.depth, verify=settings.io.verify
     )
-    with IoService.open(files.store, plan.trunk, plan.cache, io_settings) as io:
+    with IoService.open(
+        files.store, plan.trunk, plan.cache, io_settings, progress=progress, make_reader=make_reader
+    ) as io:
         network = Network(files.config, io.trunk, io.experts, prefix=files.binding.prefix, on_route=on_route)
         lookahead = LookaheadControl(settings.engine.lookahead, lambda: observed(io))
 
