@@ -57,14 +57,21 @@ def serve(
 def served_model(files: ModelFiles, settings: Settings) -> ServedModel:
     """What clients may know of the model. Raises StoreError when it has no readable tokenizer."""
     from sluice.daemon.api.served import ServedModel
+    from sluice.daemon.chat.constraint import Constrainer
     from sluice.daemon.chat.tokenizer import load_tokenizer
     from sluice.daemon.engine.assembly import system_fingerprint
 
+    tokenizer = load_tokenizer(files.folder, files.config.vocab_size, chat=False)
+    constrainer = None if tokenizer.markers is None else Constrainer(tokenizer)
+    if constrainer is not None:
+        # Holds the interpreter for seconds with K3's vocabulary: now, while nobody waits, and never on the loop.
+        constrainer.warm()
     return ServedModel(
         name=files.name,
-        tokenizer=load_tokenizer(files.folder, files.config.vocab_size, chat=False),
+        tokenizer=tokenizer,
         created=int((files.folder / "config.json").stat().st_mtime),
         fingerprint=system_fingerprint(files, settings),
+        constrainer=constrainer,
     )
 
 
