@@ -23,8 +23,11 @@ from sluice.io.errors import SluiceError
 from sluice.tools.diskbench import diskbench
 from sluice.tools.doctor import doctor
 from sluice.tools.download import download
+from sluice.tools.diskbench import diskbench
+from sluice.tools.download import download
 from sluice.tools.install_service import install_service
 from sluice.tools.mini import synth
+from sluice.tools.pack import pack
 from sluice.tools.pack import pack
 from sluice.tools.plan import plan
 from sluice.tools.presets_cmd import config, presets_app
