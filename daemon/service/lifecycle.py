@@ -2,8 +2,9 @@
 
     LOADING -> READY -> DRAINING -> STOPPED          SIGTERM while LOADING goes to STOPPED at once
 
-Not thread-safe: every method is called from the event loop's thread (`progress` may come from any thread, it only
-sends). Nothing here waits: `tick` is called a few times a second while draining.
+Every method is called from the event loop's thread, but for `progress` (it only sends) and `reload`, which may wait for
+the end of a pass and therefore runs in a thread of its own (`begin_reload`). Nothing else waits: `tick` is called a few
+times a second while draining.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Lifecycle:
         self.state = State.LOADING
         self._hooks, self._notifier, self._clock = hooks, notifier, clock
         self._deadline = float("inf")
+        self._reloading: asyncio.Task[None] | None = None
+        self._once_more = False
 
     def progress(self, text: str) -> None:
         """A sign of life while loading: shown as STATUS, and systemd's patience counts anew."""
@@ -117,8 +120,20 @@ class Lifecycle:
         except SluiceError as error:
             result = Reload(refused=str(error))
             log.error(str(result))
-        self._notifier.ready(str(result))
+        if self.state is State.READY:
+            self._notifier.ready(str(result))
         return result
+
+    def begin_reload(self) -> None:
+        """SIGHUP: reload in a thread. One at a time; a signal that comes meanwhile leads to one more afterwards."""
+        self._once_more = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.get_running_loop().create_task(self._reload_in_thread())
+
+    async def _reload_in_thread(self) -> None:
+        while self._once_more:
+            self._once_more = False
+            await asyncio.to_thread(self.reload)  # its result is logged and sent to systemd
 
     def stop(self) -> None:
         """SIGTERM or SIGINT. The first begins the drain; the second ends it."""
@@ -152,10 +167,6 @@ class Lifecycle:
 
 def install_signals(loop: asyncio.AbstractEventLoop, lifecycle: Lifecycle) -> None:
     """SIGTERM and SIGINT stop, SIGHUP reloads; all handled on `loop`."""
-
-    def reload() -> None:
-        lifecycle.reload()  # its result is logged and sent to systemd
-
     loop.add_signal_handler(signal.SIGTERM, lifecycle.stop)
     loop.add_signal_handler(signal.SIGINT, lifecycle.stop)
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, lifecycle.begin_reload)
