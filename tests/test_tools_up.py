@@ -220,7 +220,7 @@ def test_a_daemon_that_refuses_to_start_is_reported_with_its_last_words(work: Pa
 
 
 def test_the_account_of_a_run_survives_a_status_with_parts_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    up.report_status({"io": {"experts": {"hits": 3, "misses": 1}}, "system_fingerprint": "fp_1"})
+    up.report_status({"io": {"experts": {"hits": 3, "misses": 1}}, "model": {"system_fingerprint": "fp_1"}}, 2_000_000)
     said = capsys.readouterr().out
     assert "75% of 4 look-ups" in said
     assert "fp_1" in said

@@ -311,14 +311,27 @@ def get(path: Path, route: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def demo_model() -> tuple[str, str]:
-    """(what `--model` takes, what it is): the trained model that comes along, or one made of random weights."""
-    if (ROOT / "tools" / "data" / "mini" / "config.json").is_file():
-        return "mini", "the small trained K3 that comes with sluice"
+class DemoModel:
+    """What `--model` takes, where it lies, what it is, and how to ask it."""
+
+    def __init__(self, name: str, folder: Path, what: str, ask: Sequence[str]) -> None:
+        self.name, self.folder, self.what, self.ask = name, folder, what, ask
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+
+
+def demo_model() -> DemoModel:
+    """The trained model that comes along, or else one made of random weights, once."""
+    folder = ROOT / "tools" / "data" / "mini"
+    if (folder / "config.json").is_file():
+        return DemoModel("mini", folder, "the small trained K3 that comes with sluice", ["--max-tokens", "200"])
     folder = WORK / "demo-model"
-    with Step("a checkpoint of random weights (cached)", WORK / "synth.log") as step:
+    with Step("a checkpoint of random weights, cached", WORK / "synth.log") as step:
         step.run([str(VENV / "bin" / "sluice"), "synth", str(folder), "--preset", "demo"])
-    return str(folder), "K3's tensor graph with random weights, so the words are random too"
+    what = "K3's tensor graph with random weights, so its words are random too"
+    return DemoModel(str(folder), folder, what, ["--no-thinking", "--max-tokens", "40"])
 
 
 @contextlib.contextmanager
@@ -363,37 +376,37 @@ def run_json(model: str, options: Sequence[str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def budget(trunk: str, cache: str) -> list[str]:
-    return ["--set", f"memory.trunk={trunk}", "--set", f"memory.expert_cache={cache}"]
+def budget(trunk_bytes: int, cache_bytes: int) -> list[str]:
+    return ["--set", f"memory.trunk={trunk_bytes}B", "--set", f"memory.expert_cache={cache_bytes}B"]
 
 
 def demo() -> int:
     """Sets up, then: a daemon on a socket, an answer over it, and the same answer under two budgets."""
     began = time.monotonic()
     set_up()
-    model, what = demo_model()
+    model = demo_model()
     folder = Path(tempfile.mkdtemp(prefix="sluice-demo-"))
     try:
         path, log = folder / "sluice.sock", WORK / "serve.log"
-        say(f"up: ready to run after {time.monotonic() - began:.1f} s. The model: {what}.\n")
-        with daemon(model, path, log, budget("8MiB", "8MiB")) as program:
-            say(
-                f"$ sluice serve --model {model} --socket {path} --set memory.trunk=8MiB --set memory.expert_cache=8MiB"
-            )
-            say(f'$ sluice ask --socket {path} "{QUESTION}"')
-            ask = [str(VENV / "bin" / "sluice"), "ask", "--socket", str(path), "--max-tokens", "48", QUESTION]
-            asked = subprocess.run(ask, env=environment(), check=False)
+        say(f"up: ready to run after {time.monotonic() - began:.1f} s. The model: {model.what}.\n")
+        # Room for a tenth of the model as trunk and a third as experts: the rest is read as it is needed.
+        options = budget(model.nbytes // 10, model.nbytes // 3)
+        say(f"$ sluice serve --model {model.name} --socket {path} {' '.join(options)}")
+        with daemon(model.name, path, log, options) as program:
+            ask = ["ask", "--socket", str(path), *model.ask, QUESTION]
+            say(f'$ sluice {" ".join(ask[:-1])} "{QUESTION}"')
+            asked = subprocess.run([str(VENV / "bin" / "sluice"), *ask], env=environment(), check=False)
             if asked.returncode:
                 raise Failed(f"sluice ask ended with {asked.returncode}; the daemon's log: {log}")
             say("")
-            report_status(json.loads(get(path, "/v1/status")[1]))
+            report_status(json.loads(get(path, "/v1/status")[1]), model.nbytes)
         if program.returncode:
             raise Failed(f"the daemon ended with {program.returncode}; its log: {log}")
         say("stopped       the daemon drained and ended with 0\n")
-        compare_budgets(model)
+        compare_budgets(model.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    say(f"\nup: demo done in {time.monotonic() - began:.1f} s. Next: README.md; .venv/bin/sluice --help")
+    say(f"\nup: demo done in {time.monotonic() - began:.1f} s. Next: README.md, and .venv/bin/sluice --help")
     return 0
 
 
@@ -401,24 +414,25 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def report_status(status: dict[str, Any]) -> None:
-    """The daemon's own account of what it just did."""
+def report_status(status: dict[str, Any], model_bytes: int) -> None:
+    """The daemon's own account of what it just did, beside the size of its model."""
     memory, io = status.get("memory", {}), status.get("io", {})
     experts, trunk = io.get("experts", {}), io.get("trunk", {})
     looked_up = experts.get("hits", 0) + experts.get("shared", 0) + experts.get("misses", 0)
     plan, peak = megabytes(memory.get("plan_bytes", 0)), megabytes(memory.get("peak_rss_bytes", 0))
-    say(f"memory        planned {plan}, peak {peak}")
+    say(f"model         {megabytes(model_bytes)} of weights")
+    say(f"memory        planned {plan}, peak {peak}, Python itself included")
     say(f"trunk         pinned {megabytes(trunk.get('pinned_bytes', 0))}, ring {megabytes(trunk.get('ring_bytes', 0))}")
     say(f"expert cache  {experts.get('hits', 0) / max(looked_up, 1):.0%} of {looked_up:,} look-ups were hits")
     say(f"read          {megabytes(io.get('bytes', 0))} in {io.get('reads', 0):,} reads by {io.get('backend', '?')}")
-    say(f"fingerprint   {status.get('system_fingerprint', status.get('fingerprint', '?'))}")
+    say(f"fingerprint   {status.get('model', {}).get('system_fingerprint', '?')}")
 
 
 def compare_budgets(model: str) -> None:
     """One prompt under two budgets: more memory makes it faster and changes no byte. Raises Failed if it does."""
     say(f'$ sluice run --prompt "{QUESTION}" --json, with little memory and with plenty')
     prints = set()
-    for title, options in (("streamed", budget("0B", "0B")), ("resident", budget("4GiB", "4GiB"))):
+    for title, options in (("streamed", budget(0, 0)), ("resident", budget(2**32, 2**32))):
         report = run_json(model, options)
         prints.add(report["logits_fingerprint"])
         rate = report["timings"]["decode_tokens_per_second"]
