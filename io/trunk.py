@@ -26,6 +26,8 @@ RING_UNIT_BYTES = 24 * 2**20
 RING_SLOTS = 6
 MIN_RING_SLOTS = 4
 """One held by `whole`, one being used, two in flight."""
+SLOTS_PER_DRIVE = 3
+"""Where pieces are dealt over drives: two in flight on each, one in use."""
 ROW_BUFFERS = 16
 VECTOR_BATCH_BYTES = 8 * 2**20
 
@@ -196,11 +198,12 @@ def plan_trunk(
     row_tables: Sequence[str] = (),
     pinned_tables: Sequence[str] = (),
     unit_bytes: int = RING_UNIT_BYTES,
-    ring_slots: int = RING_SLOTS,
+    ring_slots: int | None = None,
 ) -> TrunkPlan:
     """Which rows stay in memory for `trunk_budget` bytes, and how large the ring is. Pure: reads headers only.
 
-    The budget is for what is pinned; ring, vectors and row buffers come on top (see TrunkPlan). pinned_tables
+    The budget is for what is pinned; ring, vectors and row buffers come on top (see TrunkPlan). ring_slots None: six,
+    or three for each drive, if the store deals its pieces over more than two. pinned_tables
     (out of row_tables) and uses with pin=True come first. Raises StoreError for a tensor that is missing, has the
     wrong number of dimensions, a dtype no kernel takes, or is cut on disk where it is needed whole.
     """
@@ -218,6 +221,11 @@ def plan_trunk(
             )
         for piece in pieces:
             cut += [(m, p) for p in ([piece] if use.whole else cut_rows(piece, unit_bytes, use.row_multiple))]
+    if ring_slots is None:
+        # More than one file within one matrix: its pieces are dealt over drives that should all be busy.
+        files = {piece.extent.file for _, piece in cut}
+        dealt = len({(m, piece.extent.file) for m, piece in cut}) > len(order)
+        ring_slots = max(RING_SLOTS, SLOTS_PER_DRIVE * len(files)) if dealt else RING_SLOTS
     tables = {name: _matrix(store, name) for name in row_tables}
     for name in pinned_tables:
         if name not in tables:
@@ -459,7 +467,8 @@ class Trunk:
             done += extent.nbytes
             if key in self._pinned:
                 continue
-            arena = self._pool.arena(memory_bytes(extent), f"pinned {record.name}")
+            # Not touched beforehand: the reads that follow do it, several at a time and while the drive works.
+            arena = self._pool.arena(memory_bytes(extent), f"pinned {record.name}", populate=False)
             self._pinned[key] = (arena, _array(arena.view, extent, record.dtype, (key[2], *record.shape[1:])))
             for part, at in parts:
                 batch.append(self._read(part, arena.view[at : at + memory_bytes(part)], Priority.TRUNK))
