@@ -174,6 +174,11 @@ def test_words_for_nothing_mean_none() -> None:
         env={}, overrides=["memory.total=auto", "compute.cpus=auto", "model.path=", "server.tcp=off", "model.roots="]
     )
     assert settings == Settings()
+    for text in ("/a, /b,c", '["/a", "/b,c"]'):
+        roots = load_settings(env={}, overrides=[f"model.roots={text}"]).model.roots
+        assert roots == ((Path("/a"), Path("/b"), Path("c")) if text[0] == "/" else (Path("/a"), Path("/b,c")))
+    with pytest.raises(PresetError, match="not a list"):
+        load_settings(env={}, overrides=['model.roots=["/a"'])
     settings = load_settings(env={}, overrides=["compute.cpus=0-2,5", "engine.lookahead=3", "server.mode=600"])
     assert (settings.compute.cpus, settings.engine.lookahead, settings.server.mode) == ((0, 1, 2, 5), 3, 0o600)
 

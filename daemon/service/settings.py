@@ -210,7 +210,8 @@ class FilePath(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ListOf(Kind):
-    """A list of one kind; in flags and the environment separated by commas, nothing at all being the empty list."""
+    """A list of one kind. In flags and the environment it is written as in a file, or with commas between, and nothing at
+    all is the empty list."""
 
     item: Kind = Kind("")
     longest: int = 64
@@ -226,6 +227,11 @@ class ListOf(Kind):
         return items
 
     def read_text(self, text: str) -> tuple[object, ...]:
+        if text.startswith("["):  # as it would stand in a file, for entries that hold a comma
+            try:
+                return self.read(tomllib.loads(f"list = {text}")["list"])
+            except tomllib.TOMLDecodeError:
+                raise ValueError("not a list") from None
         return self.read([part.strip() for part in text.split(",")] if text else [])
 
     def write(self, value: object) -> object:
