@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import resource
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -31,7 +32,7 @@ from sluice.daemon.service.autosize import nearest_preset, split_spare
 from sluice.daemon.service.limits import MemoryLimit, memory_limit, resident_bytes
 from sluice.daemon.service.plan import MemoryPlan
 from sluice.daemon.service.settings import Settings
-from sluice.io.errors import PresetError, StoreError
+from sluice.io.errors import PresetError, StorageError, StoreError
 from sluice.io.experts import CachePlan, plan_cache
 from sluice.io.service import IoService, IoSettings, MakeReader
 from sluice.io.store import Store
@@ -89,11 +90,25 @@ def resolve_model(settings: Settings) -> Path:
     return path
 
 
+def check_supported(settings: Settings) -> None:
+    """Every option is honoured or refused: raises PresetError for what this version does not do."""
+    refused = {
+        "compute.activations": settings.compute.activations != "f32",
+        "engine.trunk": settings.engine.trunk != "exact",
+        "sessions.dir": settings.sessions.dir is not None,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise PresetError(f"{key} = {settings.get(key)!s}: not available in this version; leave it at its default")
+
+
 def read_model(settings: Settings) -> ModelFiles:
     """Read configuration, index and headers, and check each against the others. Reads no weights.
 
-    Raises PresetError (no model given) or StoreError (anything missing, contradictory or damaged).
+    Raises PresetError (no model given, or an option that cannot be honoured) or StoreError (anything missing,
+    contradictory or damaged).
     """
+    check_supported(settings)
     path = resolve_model(settings)
     folder = path if path.is_dir() else path.parent
     config = read_config(folder, latent_norm_eps=_stated_eps(settings))
@@ -207,6 +222,7 @@ def engine_limits(settings: Settings) -> EngineLimits:
         max_sequences=engine.max_sequences,
         max_queue=settings.server.max_queue,
         prefill_chunk=engine.prefill_chunk,
+        session_bytes=settings.memory.sessions,
     )
 
 
@@ -321,6 +337,24 @@ def io_status(io: IoService) -> dict[str, object]:
     }
 
 
+PRELOAD_LOOK_SECONDS = 0.2
+
+
+def preload(io: IoService, files: ModelFiles, progress: Callable[[int, int], None]) -> None:
+    """Fill the expert cache, every drive at its rate; returns when it is full. progress(bytes done, bytes in all)."""
+    layers, experts = files.config.moe_layers, range(files.config.num_experts)
+    before = io.stats().scheduler
+    begun = io.experts.preload((layer, expert) for expert in experts for layer in layers)
+    now = before
+    while now is before or any(drive.flying + drive.queued for drive in now.drives):
+        now = io.stats().scheduler
+        progress(now.read_bytes - before.read_bytes, begun * files.store.expert_bytes)
+        time.sleep(PRELOAD_LOOK_SECONDS)
+    failed = sum(d.failures for d in now.drives) - sum(d.failures for d in before.drives)
+    if failed:
+        raise StorageError(f"{failed} reads failed while experts were preloaded; `sluice doctor` looks at the drives")
+
+
 def observed(io: IoService) -> Observed:
     """What the adaptive look-ahead goes by."""
     stats = io.stats()
@@ -353,6 +387,8 @@ def running_engine(
     with IoService.open(
         files.store, plan.trunk, plan.cache, io_settings, progress=progress, make_reader=make_reader
     ) as io:
+        if settings.memory.preload:
+            preload(io, files, progress)
         network = Network(files.config, io.trunk, io.experts, prefix=files.binding.prefix, on_route=on_route)
         lookahead = LookaheadControl(settings.engine.lookahead, lambda: observed(io))
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from sluice.daemon.engine.requests import GenerationRequest
 from sluice.daemon.engine.scheduler import Slice, WaitingLine, plan_pass
 from sluice.daemon.engine.sequence import Phase, Sequence, Sink
+from sluice.daemon.engine.sessions import SnapshotCache
 from sluice.daemon.model.batch import PassResult, Segment
 from sluice.io.errors import ContextExceeded, QueueFull, RequestError, SluiceError
 
@@ -55,13 +56,14 @@ class ForwardNetwork(Protocol):
 class EngineLimits:
     """context: tokens of prompt and answer together. max_sequences: states held at once. max_queue: requests
     waiting. prefill_chunk: prompt tokens in one pass. prefill_share: the part of a chunk left to prompts
-    while somebody decodes, in (0, 1]."""
+    while somebody decodes, in (0, 1]. session_bytes: for snapshots of conversations; 0 keeps none."""
 
     context: int
     max_sequences: int = 1
     max_queue: int = 64
     prefill_chunk: int = 64
     prefill_share: float = 0.5
+    session_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class Engine:
         self._waiting = WaitingLine(limits.max_queue)
         self._running: list[Sequence] = []
         self._free_states: list[SequenceState] = []
+        self._sessions = SnapshotCache(limits.session_bytes)
         self._numbers = 0
         self._stopping = False
         self._draining = False
@@ -270,7 +273,8 @@ class Engine:
                 state.reset()
             else:
                 state = self._network.new_state(self.limits.context)
-            sequence.start(state, self._clock())
+            cached = self._sessions.restore_longest(sequence.prompt, state) if len(self._sessions) else 0
+            sequence.start(state, self._clock(), cached)
         return True
 
     def _run_errands(self) -> None:
@@ -368,6 +372,7 @@ class Engine:
             sequence.progress(self._rates.prefill_tokens_per_second)
             if not complete:
                 return
+            self._remember(sequence)
         assert row is not None
         if self._on_logits is not None:
             self._on_logits(sequence.number, row)
@@ -382,7 +387,13 @@ class Engine:
                 self._rates.request_seconds, finished.prefill_seconds + finished.decode_seconds
             )
             sequence.tell(finished)
+            self._remember(sequence)
             self._end(sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Keep a snapshot for the next turn, where sessions have a budget."""
+        if self.limits.session_bytes and sequence.state is not None:
+            self._sessions.keep(sequence.consumed, sequence.state)
 
     def _end(self, sequence: Sequence, error: SluiceError | None = None) -> None:
         """Free the slot and close the sink, with the error if there is one."""

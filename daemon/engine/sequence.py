@@ -42,12 +42,12 @@ class Sequence:
         self.state: SequenceState | None = None
         self.prompt: NDArray[np.int32] = np.asarray(request.prompt_ids, dtype=np.int32)
         self.prompt_done = 0
-        self.generated = 0
+        self.answer: list[int] = []
+        self.cached_tokens = 0
         self.cancelled = False
         self.submitted_at = now
         self.started_at = now
         self.first_token_at = now
-        self._next_id: int | None = None
         self._sink = sink
         self._fingerprint = xxhash.xxh3_128()
 
@@ -55,8 +55,20 @@ class Sequence:
         """Ask for the end. The engine notices before the next layer."""
         self.cancelled = True
 
-    def start(self, state: SequenceState, now: float) -> None:
+    def start(self, state: SequenceState, now: float, cached_tokens: int = 0) -> None:
+        """Begin on a state that stands after the prompt's first `cached_tokens` tokens."""
         self.state, self.started_at, self.phase = state, now, Phase.PREFILL
+        self.prompt_done = self.cached_tokens = cached_tokens
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.answer)
+
+    @property
+    def consumed(self) -> NDArray[np.int32]:
+        """The tokens its state has taken in: the prompt so far, then all of the answer but its last token."""
+        return np.concatenate([self.prompt[: self.prompt_done], np.asarray(self.answer[:-1], dtype=np.int32)])
 
     @property
     def prompt_left(self) -> int:
@@ -66,8 +78,7 @@ class Sequence:
         """The ids to compute next: up to `at_most` of the prompt, or the one token just generated."""
         if self.phase is Phase.PREFILL:
             return self.prompt[self.prompt_done : self.prompt_done + at_most]
-        assert self._next_id is not None
-        return np.asarray([self._next_id], dtype=np.int32)
+        return np.asarray(self.answer[-1:], dtype=np.int32)
 
     def prompt_advanced(self, tokens: int) -> bool:
         """Record a computed piece of the prompt; True when its last logit row chooses the first token."""
@@ -86,8 +97,7 @@ class Sequence:
         token_id = sampler.choose(row, request.sampling, self.seed, self.generated, allowed)
         if request.constraint is not None:
             request.constraint.accept(token_id)
-        self.generated += 1
-        self._next_id = token_id
+        self.answer.append(token_id)
         if request.top_logprobs is None:
             self.tell(Token(token_id))
         else:
@@ -117,4 +127,5 @@ class Sequence:
             queue_seconds=self.started_at - self.submitted_at,
             prefill_seconds=self.first_token_at - self.started_at,
             decode_seconds=now - self.first_token_at,
+            cached_tokens=self.cached_tokens,
         )
