@@ -13,8 +13,9 @@ from helpers.fake_engine import FakeEngine, Gate, byte_ids, say
 from helpers.http_house import FINGERPRINT, open_house, read_stream
 
 from sluice.daemon.api.limits import Limits
+from sluice.daemon.api.schemas import CompletionRequest, read_request
 from sluice.daemon.engine.requests import Progress
-from sluice.io.errors import BudgetError, StorageError
+from sluice.io.errors import BudgetError, RequestError, StorageError
 
 MINI = vocabularies.mini()
 EMOJI = "🦜"
@@ -402,3 +403,39 @@ async def test_priority_comes_from_header_or_field(tmp_path: Path) -> None:
         bad = await house.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Sluice-Priority": "now"})
         assert bad.status_code == 400
     assert [request.priority for request in engine.submitted] == [0, 3, 10, 42]
+
+
+@pytest.mark.parametrize("count", [10, 12_000, 40_000, 60_001])
+def test_a_long_list_of_ids_is_read_in_pieces_to_the_same_values(count: int) -> None:
+    ids = [(index * 7919) % 163_840 for index in range(count)]
+    for separator in (",", " ,\n "):
+        body = '{"seed": 3, "prompt": [' + separator.join(map(str, ids)) + "]}"
+        request = read_request(body.encode(), CompletionRequest)
+        assert request.prompt == ids
+        assert request.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        ("true", "bool"),
+        ("1.5", "float"),
+        ('"a,b"', None),
+        ("[1,2]", None),
+        ("1e3", "float"),
+        ("", "JSON"),
+        ("1]", "JSON"),
+    ],
+)
+def test_what_is_wrong_in_a_long_list_is_told_like_in_a_short_one(member: str, words: str | None) -> None:
+    for where in (0, 20_000, 39_999):
+        parts = ["12345"] * 40_000
+        parts[where] = member
+        body = ('{"prompt": [' + ",".join(parts) + "]}").encode()
+        if words is None:
+            assert read_request(body, CompletionRequest).prompt == json.loads(body)["prompt"]
+            continue
+        with pytest.raises(RequestError, match=words) as found:
+            read_request(body, CompletionRequest)
+        if words != "JSON":
+            assert found.value.param == f"prompt[{where}]"
