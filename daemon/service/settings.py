@@ -210,8 +210,7 @@ class FilePath(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ListOf(Kind):
-    """A list of one kind. In flags and the environment: as in a file, or with commas between; nothing at all is the empty
-    list."""
+    """A list of one kind. In flags and the environment: as in a file, or with commas between."""
 
     item: Kind = Kind("")
     longest: int = 64
