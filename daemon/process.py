@@ -75,6 +75,8 @@ class Daemon:
                     await asyncio.to_thread(constrainer.warm)  # else the first structured answer pays seconds for it
                 await self._serve_until_stopped(running)
                 await server.stop()
+        except _StoppedWhileLoading:
+            log.info("stopped while loading")
         finally:
             await server.stop()
             self._notifier.close()
@@ -102,7 +104,9 @@ class Daemon:
                 helper.cancel()
 
     def _loading(self, done: int, total: int) -> None:
-        """From the loading thread: how far the pinned weights are."""
+        """From the loading thread: how far the weights are. Ends the loading once a signal has asked for it."""
+        if self._lifecycle.state is State.STOPPED:
+            raise _StoppedWhileLoading
         self._lifecycle.progress(f"loading {self._files.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
     async def _watch_memory(self, running: RunningEngine) -> None:
@@ -141,6 +145,10 @@ class Daemon:
 
     def _end_requests(self, message: str) -> None:
         self._app.state.house.end_running(_Ended(message))
+
+
+class _StoppedWhileLoading(Exception):
+    pass
 
 
 class _Ended(SluiceError):

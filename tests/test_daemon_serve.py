@@ -175,6 +175,14 @@ def test_sigterm_ends_cleanly_and_takes_the_socket_away(own_checkpoint, tmp_path
         assert "Traceback" not in running.log
 
 
+def test_sigterm_while_loading_ends_it(own_checkpoint, tmp_path):
+    with daemon(own_checkpoint, tmp_path, wait=False) as running:
+        assert wait_for(running.socket.exists)
+        assert running.stop() == 0, running.log
+        assert not running.socket.exists()
+        assert "Traceback" not in running.log
+
+
 def test_sigterm_lets_a_running_answer_finish(own_checkpoint, tmp_path):
     with daemon(own_checkpoint, tmp_path) as running, running.client() as http:
         body = {"prompt": "once", "max_tokens": 60, "stream": True, "temperature": 0}
