@@ -53,6 +53,7 @@ class OpenFile:
     def __init__(self, path: Path, drive: int, drive_name: str, direct: bool) -> None:
         self.path, self.drive, self.drive_name = path, drive, drive_name
         self.direct = direct
+        self.verified: set[int] = set()  # pages at which records begin whose checksum was right
         self.fd = -1
         if direct:
             try:

@@ -246,7 +246,6 @@ class Scheduler:
         self._lock = threading.Lock()
         self._pump_planned = False
         self._closed = False
-        self._verified: set[tuple[int, int]] = set()
         self._hashers = ThreadPoolExecutor(1, "sluice-hash") if verify != "off" else None
         self._flying = 0
         self._flying_seconds, self._flying_since = 0.0, 0.0
@@ -442,15 +441,16 @@ class Scheduler:
         self._again(read, 0.0)
 
     def _whole(self, read: Read) -> None:
-        key = (id(read.file), read.offset)
-        if read.checksum is None or self._hashers is None or (self._verify == "first" and key in self._verified):
+        page = read.offset // ALIGN
+        known = self._verify == "first" and page in read.file.verified
+        if read.checksum is None or self._hashers is None or known:
             self._finish(read, None)
             return
         future = self._hashers.submit(xxhash.xxh3_64_intdigest, read.data)
 
         def hashed() -> None:
             if future.result() == read.checksum:
-                self._verified.add(key)
+                read.file.verified.add(page)
                 self._finish(read, None)
             else:
                 self._retry(read, f"checksum is {future.result():016x}, the record says {read.checksum:016x}")

@@ -368,6 +368,7 @@ class Trunk:
         self._condition = self._waiter.condition
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._pinned: dict[tuple[str, int, int], tuple[Arena, NDArray[Any]]] = {}
+        self._pinned_tables: dict[str, tuple[Arena, list[NDArray[Any]]]] = {}
         self._tables: dict[str, tuple[TensorRecord, tuple[Piece, ...]]] = {}
         self._row_slots: SlotArena | None = None
         self._ring: SlotArena | None = None
@@ -446,23 +447,23 @@ class Trunk:
         for region in regions(self.plan.units):
             record = self._records[region.matrix]
             wanted.append(((record.name, region.row0, region.rows), record, region.extent, region.reads))
-        self._tables = {}
-        for name in self.plan.row_tables:
-            record, pieces = self._store.tensors[name], self._store.pieces(name)
-            self._tables[name] = (record, pieces)
-            if name in self.plan.pinned_tables:
-                for piece in pieces:
-                    key = (name, piece.row0, piece.rows)
-                    whole = Unit(0, piece.row0, piece.rows, piece.extent, True)
-                    wanted.append((key, record, piece.extent, _region([whole]).reads))
+        self._tables = {name: (self._store.tensors[name], self._store.pieces(name)) for name in self.plan.row_tables}
         keep = {key for key, *_ in wanted}
         for key in [key for key in self._pinned if key not in keep]:
             arena, _ = self._pinned.pop(key)
             self._pool.give(arena.nbytes)
-        total = sum(extent.nbytes for _, _, extent, _ in wanted)
+        for name in [name for name in self._pinned_tables if name not in self.plan.pinned_tables]:
+            arena, _ = self._pinned_tables.pop(name)
+            self._pool.give(arena.nbytes)
+        tables = [self._tables[name][0] for name in self.plan.pinned_tables]
+        total = sum(extent.nbytes for _, _, extent, _ in wanted) + sum(table.nbytes for table in tables)
         done = 0
         batch: list[Read] = []
         batch_bytes = 0
+        for table in tables:
+            self._load_table(table, self._tables[table.name][1])
+            done += table.nbytes
+            progress(done, total)
         for key, record, extent, parts in wanted:
             done += extent.nbytes
             if key in self._pinned:
@@ -479,6 +480,23 @@ class Trunk:
                 progress(done, total)
         fetch(self._scheduler, self._waiter, batch, lambda read: None)
         progress(total, total)
+
+    def _load_table(self, record: TensorRecord, pieces: tuple[Piece, ...]) -> None:
+        """One mapping for all of a table, however small its pieces are."""
+        if record.name in self._pinned_tables:
+            return
+        nbytes = sum(memory_bytes(piece.extent) for piece in pieces)
+        arena = self._pool.arena(nbytes, f"pinned {record.name}", populate=False)
+        arrays, reads, at = [], [], 0
+        for piece in pieces:
+            room = arena.view[at : at + memory_bytes(piece.extent)]
+            arrays.append(_array(room, piece.extent, record.dtype, (piece.rows, *record.shape[1:])))
+            whole = Unit(0, piece.row0, piece.rows, piece.extent, True)
+            for part, place in _region([whole]).reads:
+                reads.append(self._read(part, room[place : place + memory_bytes(part)], Priority.TRUNK))
+            at += len(room)
+        fetch(self._scheduler, self._waiter, reads, lambda read: None)
+        self._pinned_tables[record.name] = (arena, arrays)
 
     def _read(self, extent: Extent, buffer: memoryview, priority: Priority) -> Read:
         return Read(
@@ -678,8 +696,7 @@ class Trunk:
         homes = np.searchsorted(starts, ids, "right") - 1
         if name in self.plan.pinned_tables:
             for i, (row, home) in enumerate(zip(ids.tolist(), homes.tolist(), strict=True)):
-                piece = pieces[home]
-                out[i] = widen(self._pinned[name, piece.row0, piece.rows][1][row - piece.row0])
+                out[i] = widen(self._pinned_tables[name][1][home][row - pieces[home].row0])
             return out
         row_bytes = record.nbytes // count
         wanted: dict[tuple[int, int], list[int]] = {}  # (piece, row or 0 for all of it) -> places in out
@@ -788,6 +805,7 @@ class Trunk:
                 if slots is not None:
                     slots.close()
             self._ring = self._row_slots = None
-            for arena, _ in self._pinned.values():
-                self._pool.give(arena.nbytes)
+            for held in (*self._pinned.values(), *self._pinned_tables.values()):
+                self._pool.give(held[0].nbytes)
             self._pinned.clear()
+            self._pinned_tables.clear()
