@@ -249,8 +249,7 @@ def set_up(*extras: str) -> None:
     """`.venv` with the dependencies, those of `extras`, and the package, editable. Quick when nothing changed."""
     make_venv(VENV)
     stamps = Stamps(VENV / "sluice-up.json")
-    headers = python_headers()
-    env = environment() if headers is None else environment(CPATH=f"{headers}{os.pathsep}{headers.parent}")
+    env, options = build_environment()
     wanted = [*BUILD_TOOLS, *requirements(*extras)]
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install"]
     # What the tests need includes what the demo needs, so the demo is content with either.
@@ -260,10 +259,21 @@ def set_up(*extras: str) -> None:
         stamps.put(" ".join(extras), digest(*wanted))
     sources = digest(sys.version, str(ROOT), ROOT / "pyproject.toml", ROOT / "kernels_cpp")
     if not stamps.has("package", sources):
-        options = [] if headers is None else [f"--config-settings=cmake.define.Python_INCLUDE_DIR={headers}"]
         with Step("kernels and package", WORK / "package.log") as step:
             step.run([*pip, "--no-build-isolation", "--no-deps", *options, "-e", str(ROOT)], env=env)
         stamps.put("package", sources)
+
+
+def build_environment() -> tuple[dict[str, str], list[str]]:
+    """(environment, pip options) under which compilers and CMake find Python.h. Raises Missing."""
+    headers = python_headers()
+    if headers is None:
+        return environment(), []
+    # pybind11's own search insists on Python's folder; CMake's FindPython takes a hint. Debian's pyconfig.h includes
+    # another below the parent folder.
+    defined = {"PYBIND11_FINDPYTHON": "ON", "Python_INCLUDE_DIR": str(headers)}
+    options = [f"--config-settings=cmake.define.{name}={value}" for name, value in defined.items()]
+    return environment(CPATH=f"{headers}{os.pathsep}{headers.parent}"), options
 
 
 def quick_compiler() -> Path:
@@ -450,9 +460,7 @@ def check_wheel() -> None:
     """Builds the wheel, installs it in an environment of its own and tries what only a missing file would break."""
     folder, venv = WORK / "wheel", WORK / "wheel-venv"
     shutil.rmtree(folder, ignore_errors=True)
-    headers = python_headers()
-    env = environment() if headers is None else environment(CPATH=f"{headers}{os.pathsep}{headers.parent}")
-    options = [] if headers is None else [f"--config-settings=cmake.define.Python_INCLUDE_DIR={headers}"]
+    env, options = build_environment()
     make_venv(venv)
     with Step("wheel in an environment of its own", WORK / "wheel.log") as step:
         build = [str(VENV / "bin" / "python"), "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", *options]
