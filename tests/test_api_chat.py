@@ -367,6 +367,23 @@ async def test_structured_output_is_held_by_a_grammar(tmp_path: Path) -> None:
     assert len({id(request.constraint) for request in engine.submitted}) == 8 + 1
 
 
+async def test_a_schema_too_large_to_compile_is_refused(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [f"value {index}" for index in range(20_000)]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    engine = engine_saying(*answer("ok", "t"), vocab_size=4096)
+    engine.context = 1_000_000
+    async with open_house(tmp_path, engine) as house:
+        for fields, param in (
+            ({"tools": [tool], "tool_choice": "required"}, "tools"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+             "response_format"),
+        ):  # fmt: skip
+            reply = await house.client.post(URL, json={"messages": USER, **fields})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        # Offered and not forced, it is only text in the prompt.
+        assert (await house.client.post(URL, json={"messages": USER, "tools": [tool]})).status_code == 200
+
+
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),

@@ -270,6 +270,8 @@ async def test_how_a_request_comes_is_checked(tmp_path: Path) -> None:
         client = house.client
         wrong_type = await client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
         assert (wrong_type.status_code, wrong_type.json()["error"]["code"]) == (415, "unsupported_media_type")
+        packed = await client.post("/v1/completions", json={"prompt": "a"}, headers={"content-encoding": "gzip"})
+        assert packed.status_code == 415
         # Over the limit: declared, in chunks, and far over it (nothing is read then).
         for size in (4097, 200_000):
             large = await client.post("/v1/completions", json={"prompt": "a" * size})
@@ -286,6 +288,8 @@ async def test_how_a_request_comes_is_checked(tmp_path: Path) -> None:
         assert method.json()["error"]["code"] == "method_not_allowed"
         lost = await client.get("/v1/nothing")
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+        named = await client.post("/v1/completions", json={"prompt": "a", "model": "g" * 3000})
+        assert len(named.json()["error"]["message"]) == 600
         model = await client.post("/v1/completions", json={"prompt": "a", "model": "gpt-9"})
         assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
         reader, writer = await house.raw()

@@ -10,6 +10,8 @@ import logging
 import os
 import random
 import socket
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,7 @@ def test_the_kernel_says_who_is_at_the_other_end() -> None:
         (Access(gids=frozenset({54321}), always=frozenset()), 403),
     ],
 )
+@on_uvloop
 async def test_a_unix_peer_must_be_on_the_list(tmp_path: Path, access: Access, status: int) -> None:
     engine = FakeEngine(say(*AB))
     async with open_house(tmp_path, engine, access=access) as house:
@@ -296,6 +299,40 @@ async def test_a_unix_peer_must_be_on_the_list(tmp_path: Path, access: Access, s
             assert (await house.client.post(TEXT_URL, json={"prompt": "a"})).status_code == 200
 
 
+_AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+plug = socket.socket(socket.AF_UNIX)
+plug.connect(sys.argv[1])
+plug.sendall(b"GET /v1/models HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n")
+print(plug.makefile().readline().split()[1])
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+@on_uvloop
+async def test_another_users_process_is_known_for_what_it_is() -> None:
+    cases = [
+        (Access(uids=frozenset({54321})), 403),
+        (Access(uids=frozenset({65534})), 200),
+        (Access(gids=frozenset({65534})), 200),
+        (Access(gids=frozenset({0})), 403),
+        (Access(), 200),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # what pytest makes is its user's alone
+        access = Access()
+        async with open_house(Path(folder), FakeEngine(say(*AB)), access=access) as house:
+            os.chmod(house.path, 0o666)
+            for rules, expected in cases:
+                access.replace(rules)
+                command = (sys.executable, "-I", "-c", _AS_NOBODY, str(house.path))
+                process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+                told, _ = await process.communicate()
+                assert int(told) == expected
+
+
+@on_uvloop
 async def test_tcp_needs_the_token_and_the_unix_socket_does_not(tmp_path: Path) -> None:
     right = "correct horse battery"
     async with open_house(tmp_path, FakeEngine(say(*AB)), access=Access(token=right.encode()), tcp=True) as house:

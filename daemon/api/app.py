@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sluice.daemon.api.access import Access
 from sluice.daemon.api.chat import chat_completions
 from sluice.daemon.api.completions import completions
-from sluice.daemon.api.errors import ClientLeft, Refusal, ServiceUnavailable, error_kind, error_reply
+from sluice.daemon.api.errors import ClientLeft, Refusal, ServiceUnavailable, error_kind, error_message, error_reply
 from sluice.daemon.api.exchange import Exchange, account_fields
 from sluice.daemon.api.house import House
 from sluice.daemon.api.limits import Limits
@@ -104,7 +104,7 @@ class Edge:
 
     async def _fail(self, exchange: Exchange, exc: Exception) -> None:
         account = exchange.account
-        account.error = f"{error_kind(exc)}: {exc}"
+        account.error = f"{error_kind(exc)}: {error_message(exc)}"
         account.outcome = "refused" if isinstance(exc, RequestError | ServiceUnavailable) else "failed"
         self._house.metrics.errors.labels(error_kind(exc)).inc()
         if not isinstance(exc, SluiceError):
@@ -255,6 +255,7 @@ def create_app(
         limits=limits or Limits(),
         metrics=Metrics(engine.status, lambda: house.connection_count()),
         threads=ThreadPoolExecutor(2, thread_name_prefix="sluice-text"),
+        grammar_threads=ThreadPoolExecutor(1, thread_name_prefix="sluice-grammar"),
         constrainer=None if model.tokenizer.markers is None else model.constrainer or Constrainer(model.tokenizer),
         access=access,
     )

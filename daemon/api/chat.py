@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from sluice.daemon.api.choice import Choice
@@ -135,6 +136,13 @@ async def _constraints(house: House, prompt: Prompt, parallel: bool, number: int
         return []
     constrainer = house.constrainer
     assert constrainer is not None
+    size = len(msgspec.json.encode([prompt.response_format, prompt.callable_tools]))
+    if size > house.limits.grammar_bytes:
+        param = "response_format" if prompt.response_format is not None else "tools"
+        raise RequestError(
+            f"{param}: {size} bytes of schema are to be enforced; the limit is {house.limits.grammar_bytes}",
+            param=param,
+        )
 
     def compile_all() -> list[ReplyConstraint]:
         made = [
@@ -149,7 +157,7 @@ async def _constraints(house: House, prompt: Prompt, parallel: bool, number: int
         ]
         return [constraint for constraint in made if constraint is not None]
 
-    return await asyncio.get_running_loop().run_in_executor(house.threads, compile_all)
+    return await asyncio.get_running_loop().run_in_executor(house.grammar_threads, compile_all)
 
 
 # ---- the prompt

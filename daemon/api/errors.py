@@ -22,6 +22,7 @@ from sluice.io.errors import (
 )
 
 _encode = msgspec.json.encode
+_MAX_MESSAGE = 600
 
 # type (the family) and code (the word a program tests) by status, where the error itself names no code.
 _TYPES: dict[int, tuple[str, str | None]] = {
@@ -100,6 +101,12 @@ def error_kind(exc: BaseException) -> str:
     return type(exc).__name__ if isinstance(exc, SluiceError) else "bug"
 
 
+def error_message(exc: BaseException) -> str:
+    """What happened, in a length that suits a reply and a log line; messages may quote what a client sent."""
+    text = str(exc)
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."
+
+
 def error_reply(exc: BaseException) -> ErrorReply:
     """The reply to `exc`. A bug answers 500 without details: they belong into the log."""
     if not isinstance(exc, SluiceError):
@@ -140,7 +147,9 @@ def error_reply(exc: BaseException) -> ErrorReply:
             headers.append(("retry-after", "10"))
         case _:
             pass
-    return ErrorReply(status, {"message": str(exc), "type": kind, "param": param, "code": code}, tuple(headers))
+    return ErrorReply(
+        status, {"message": error_message(exc), "type": kind, "param": param, "code": code}, tuple(headers)
+    )
 
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")

@@ -117,7 +117,10 @@ class Exchange:
         """
         kind = (self.header(b"content-type") or "application/json").split(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            message = f"Content-Type is {kind!r}; send application/json"
+            message = f"Content-Type is {kind[:64]!r}; send application/json"
+            raise await self._refused_unread(Refusal(415, message, close=True))
+        if (coding := self.header(b"content-encoding") or "identity").lower() != "identity":
+            message = f"Content-Encoding is {coding[:64]!r}; send the body as it is"
             raise await self._refused_unread(Refusal(415, message, close=True))
         length = self.header(b"content-length")
         if length is None and self.header(b"transfer-encoding") is None:

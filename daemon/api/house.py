@@ -30,8 +30,9 @@ _PRIORITY_WORDS = {"interactive": 0, "people": 0, "background": 10}
 
 @dataclass(slots=True, eq=False)
 class House:
-    """State of one app. constrainer: None for a model whose tokenizer has no chat markers. `running`
-    are the exchanges that hold generations; `draining` refuses new ones.
+    """State of one app. threads: for reading and tokenizing; grammar_threads: for compiling, which may take
+    seconds and must not stand before the others' prompts. constrainer: None for a model whose
+    tokenizer has no chat markers. `running` are the exchanges that hold generations; `draining` refuses new ones.
     `access` may be replaced while serving (a reload of the allow lists)."""
 
     engine: EngineClient
@@ -39,6 +40,7 @@ class House:
     limits: Limits
     metrics: Metrics
     threads: ThreadPoolExecutor
+    grammar_threads: ThreadPoolExecutor
     constrainer: Constrainer | None
     access: Access | None = None
     wall: Callable[[], float] = time.time

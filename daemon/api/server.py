@@ -265,6 +265,7 @@ class HttpServer:
         for plug in self._sockets:
             plug.close()
         self.house.threads.shutdown(wait=False)
+        self.house.grammar_threads.shutdown(wait=False)
 
     async def _sweep(self) -> None:
         """Look after peers that cannot be heard or do not read, and keep the Date header."""

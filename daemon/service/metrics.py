@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-disable_created_metrics()  # a second series beside every counter that nobody here asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter that nobody here asks for
 
 # A resident model answers in a tenth of a second, a streamed one takes minutes to its first token.
 _FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
