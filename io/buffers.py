@@ -24,6 +24,7 @@ POPULATE_STEP = 64 * 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
+_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
@@ -59,7 +60,9 @@ class Arena:
 
     def discard(self, begin: int, nbytes: int) -> None:
         """Give the pages of [begin, begin + nbytes) back to the kernel; they read as zeros afterwards."""
-        if nbytes:
+        if nbytes and _madvise(self._address + begin, nbytes, mmap.MADV_DONTNEED) == errno.EINVAL:
+            # Locked memory (mlockall, where a service may) is not given back until it is unlocked.
+            _libc.munlock(self._address + begin, nbytes)
             _madvise(self._address + begin, nbytes, mmap.MADV_DONTNEED)
 
 

@@ -521,7 +521,8 @@ class ExpertCache:
         with self._condition:
             if self._closed:
                 return
-            acquisition.entries.pop(entry.expert, None)
+            if acquisition.entries.pop(entry.expert, None) is not entry:
+                return  # the acquisition was left while its iteration stood still, and gave all back then
             entry.users -= 1
             if not entry.users:
                 self._settle(entry, acquisition)

@@ -254,6 +254,19 @@ def test_what_is_in_use_is_never_evicted(toy, store):
         sound(cache)
 
 
+def test_an_iteration_that_outlives_its_acquisition_gives_back_once(toy, store):
+    with open_io(store, 3, transient=4) as service:
+        cache = service.experts
+        with cache.acquire(0, [4, 5]) as acquisition:
+            iteration = acquisition.as_they_arrive()
+            next(iteration)
+        iteration.close()
+        settle(service)
+        sound(cache)
+        use(cache, toy, 0, [4, 5, 6])
+        sound(cache)
+
+
 def test_a_budget_of_nothing_passes_a_whole_layer_through_two_slots(toy, store):
     with open_io(store, 0, transient=2) as service:
         assert service.fake.most_flying == 0
