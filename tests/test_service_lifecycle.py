@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from sluice.daemon.service.notify import Notifier
 from sluice.daemon.service.pressure import PressureWatch, Reading, Thresholds, bytes_to_free, parse_psi, read_pressure
 from sluice.daemon.service.process import memory_nodes, raise_open_files, spread_memory
 from sluice.daemon.service.settings import Settings, load_settings
+from sluice.io.buffers import Arena
 from sluice.io.errors import BudgetError, PresetError
 
 MIB, GIB = 2**20, 2**30
@@ -322,3 +324,17 @@ def test_the_kernel_is_asked_softly(tmp_path: Path) -> None:
     code = "from sluice.daemon.service.process import lock_memory; print(lock_memory())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.startswith(("locked", "not locked"))
+
+
+def test_locked_memory_is_given_back_all_the_same() -> None:
+    """Under the unit everything is locked (LimitMEMLOCK=infinity), and the kernel refuses to drop locked pages: a cache
+    that shrank freed nothing."""
+    size = 64 * 4096
+    arena = Arena(size, "test")
+    arena.view[:] = b"x" * size
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(arena.view))
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)) != 0:
+        pytest.skip(f"memory cannot be locked here: {os.strerror(ctypes.get_errno())}")
+    arena.discard(0, size)
+    assert bytes(arena.view) == bytes(size)
