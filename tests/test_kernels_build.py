@@ -24,7 +24,7 @@ def _object(unit: str) -> Path:
     return built[-1]
 
 
-@pytest.mark.parametrize("unit", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("unit", ["scalar", "avx2", "avxvnni", "avx512", "avx512vnni"])
 def test_an_instruction_set_unit_defines_nothing_that_could_be_linked_for_all(unit):
     """A weak symbol, such as an inline of the standard library, may be the copy every other unit then calls."""
     if shutil.which("nm") is None:
@@ -65,10 +65,12 @@ def test_flags_of_the_units_win_over_the_environment(tmp_path):
         features = set(re.findall(r"-m(avx\S*|fma|f16c|no-\S+)", ours))
         expected = {
             "avx2": {"avx2", "fma", "f16c", "no-avx512f"},
+            "avxvnni": {"avx2", "fma", "f16c", "no-avx512f", "avxvnni"},
             "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+            "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"},
         }.get(unit, {"no-avx"})
         assert features >= expected, unit
-        if unit not in ("avx2", "avx512"):
+        if "avx" not in unit:
             assert features == {"no-avx"}, unit
 
 

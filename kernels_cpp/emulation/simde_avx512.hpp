@@ -81,3 +81,6 @@ inline simde__m512 cvtph_ps(__m256i v) {
 #define _mm512_srai_epi32(v, n) ::sluice::emulated::srai_epi32(v, n)
 #define _mm512_cvtepu16_epi32(v) ::sluice::emulated::cvtepu16_epi32(v)
 #define _mm512_cvtph_ps(v) ::sluice::emulated::cvtph_ps(v)
+#define _mm256_dpbusd_avx_epi32(a, u, s) simde_mm256_dpbusd_epi32(a, u, s)
+#undef _mm512_madd_epi16  // an alias for the masked form in 0.7.4
+#define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)

@@ -15,19 +15,20 @@ What holds for every function here:
 * Results are the same bits for every instruction set, thread count and number of rows in a call: every output is the
   32-lane dot product of DESIGN 4, or a sum whose order its docstring gives. NaN payloads are not part of the promise.
 
-Set SLUICE_ISA to `scalar`, `avx2` or `avx512` to force the instruction set; a name this machine lacks is a ValueError.
+Set SLUICE_ISA to one of `available_isas()` (scalar, avx2, avxvnni, avx512, avx512vnni) to force the instruction set;
+a name this machine lacks is a ValueError.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._native import (
+    ExpertQueue,
     absorb_query,
     attnres_mix,
     available_isas,
@@ -36,6 +37,7 @@ from ._native import (
     exp,
     expand_values,
     expert_mlp,
+    expert_mlp_int8,
     finite,
     gated_mlp,
     glu,
@@ -44,20 +46,26 @@ from ._native import (
     kda_recurrence,
     l2norm,
     matmul,
+    matmul_int8,
     mla_attention,
     mxfp4_scales_valid,
+    place_memory,
+    read_memory,
     rmsnorm,
     route,
     scratch_bytes,
     set_isa,
+    set_widths,
     short_conv,
     sigmoid,
     sigmoid_mul,
     softplus,
     tanh,
     thread_count,
+    wake_seconds,
     widen,
 )
+from .topology import physical_cores
 
 
 class Mxfp4(NamedTuple):
@@ -84,29 +92,13 @@ class Silu(NamedTuple):
 SILU = Silu()
 
 
-def physical_cores(root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """One CPU number for each physical core this process may run on, ascending: the first sibling allowed."""
-    allowed = sorted(os.sched_getaffinity(0))
-    seen: set[str] = set()
-    cores = []
-    for cpu in allowed:
-        topology = root / f"cpu{cpu}" / "topology"
-        try:
-            core = (topology / "physical_package_id").read_text().strip() + ":" + (topology / "core_id").read_text()
-        except OSError:
-            core = f"unknown {cpu}"  # no topology told (some containers): every CPU counts as a core
-        if core not in seen:
-            seen.add(core)
-            cores.append(cpu)
-    return cores
-
-
 if forced := os.environ.get("SLUICE_ISA"):
     set_isa(forced)
 
 
 __all__ = [
     "SILU",
+    "ExpertQueue",
     "Mxfp4",
     "Silu",
     "Situ",
@@ -118,6 +110,7 @@ __all__ = [
     "exp",
     "expand_values",
     "expert_mlp",
+    "expert_mlp_int8",
     "finite",
     "gated_mlp",
     "glu",
@@ -126,18 +119,23 @@ __all__ = [
     "kda_recurrence",
     "l2norm",
     "matmul",
+    "matmul_int8",
     "mla_attention",
     "mxfp4_scales_valid",
     "physical_cores",
+    "place_memory",
+    "read_memory",
     "rmsnorm",
     "route",
     "scratch_bytes",
     "set_isa",
+    "set_widths",
     "short_conv",
     "sigmoid",
     "sigmoid_mul",
     "softplus",
     "tanh",
     "thread_count",
+    "wake_seconds",
     "widen",
 ]

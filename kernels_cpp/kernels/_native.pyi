@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,41 @@ Act: TypeAlias = Situ | Silu
 def matmul(x: F32, w: Weights, out: F32) -> None:
     """out[t] = w x[t]. x [T, K], w [N, K], out [T, N]; every output is the 32-lane dot product."""
 
+def matmul_int8(x: F32, w: Mxfp4, out: F32) -> None:
+    """`matmul` with each 32-group of x rounded to int8 times a float step: another numerics, as exact to repeat.
+
+    Integer sums are exact in any order and the scaling order is fixed (kernels.hpp has the definition). A group that
+    is not finite gives NaN. Weights are MXFP4 only.
+    """
+
 def expert_mlp(x: F32, rows: I32, w1: Weights, w3: Weights, w2: Weights, act: Act, slots: F32, slot_ids: I32) -> None:
     """slots[slot_ids[i]] = w2 act(w1 x[rows[i]], w3 x[rows[i]]) for every i.
 
     x [T, D], rows [n] in 0..T-1, w1 and w3 [I, D], w2 [D, I] all of one kind, slots [S, D], slot_ids [n] in 0..S-1,
     distinct (of a repeated one the last written stays, and which that is is not said).
     """
+
+def expert_mlp_int8(x: F32, rows: I32, w1: Mxfp4, w3: Mxfp4, w2: Mxfp4, act: Act, slots: F32, slot_ids: I32) -> None:
+    """`expert_mlp` with int8 activations in front of all three matrices, as in `matmul_int8`."""
+
+class ExpertQueue:
+    """The experts of one layer, computed in the order pushed while others still arrive.
+
+    x [T, D] and slots [S, D] must not change, and pushed weights must stay in memory, until `finish` or `close`
+    returns; the queue holds references to the arrays till then. Leaving the `with` block closes it.
+    """
+
+    def __init__(self, x: F32, act: Act, slots: F32, int8: bool = False) -> None: ...
+    def push(self, rows: I32, w1: Weights, w3: Weights, w2: Weights, slot_ids: I32) -> None:
+        """Queues what expert_mlp would compute and returns at once; the same checks."""
+    def finish(self) -> None:
+        """Waits until every pushed expert is computed; more may be pushed afterwards."""
+    def close(self) -> None:
+        """Drops experts not begun, waits for the one that runs. Twice is harmless; slots then hold rubbish."""
+    @property
+    def completed(self) -> int: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
 
 def gated_mlp(x: F32, w_gate: Weights, w_up: Weights, w_down: Weights, act: Act, out: F32) -> None:
     """out[t] = w_down act(w_gate x[t], w_up x[t]). x [T, D], w_gate and w_up [I, D], w_down [D2, I], out [T, D2]."""
@@ -119,11 +148,26 @@ def available_isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Use another instruction set from the next call on; ValueError names what the machine has."""
 
-def configure_threads(n: int, cpus: Sequence[int] | None = None) -> None:
+def configure_threads(n: int, cpus: Sequence[int] | None = None, spin_us: int = 50) -> None:
     """Use n threads (1..1024), the caller of a kernel included; waits for a running kernel.
+
+    A thread out of work spins for spin_us microseconds before it sleeps: kernels of one token follow within
+    microseconds, and a sleeper costs its waker a system call.
 
     Worker i is pinned to cpus[i mod len]; cpus[0] is left for the caller, which is never pinned. None: no pinning.
     """
+
+def set_widths(others: int = 0, experts: int = 0) -> None:
+    """How many of the threads routed experts (expert_mlp, ExpertQueue) and all other operations use; 0 is all."""
+
+def wake_seconds() -> float:
+    """Time until all threads work on one job together and have left it: small when they spin, larger from sleep."""
+
+def read_memory(array: NDArray[Any]) -> int:
+    """The exclusive or of all whole 64-byte lines, read by all threads: the memory rate to compare kernels with."""
+
+def place_memory(array: NDArray[Any], nodes: Sequence[int], interleave: bool = False) -> bool:
+    """Binds the whole pages of the array to NUMA nodes, or spreads them; False where the system does not do it."""
 
 def thread_count() -> int:
     """Threads in use, the caller included."""

@@ -1,4 +1,4 @@
-// AVX2 + FMA + F16C primitives; the kernels are in simd_kernels.hpp.
+// AVX2 + FMA + F16C primitives; the kernels are in simd_kernels.hpp. avxvnni.cpp includes this file once more.
 #include <immintrin.h>
 
 #include "kernels.hpp"
@@ -9,9 +9,12 @@ namespace {
 
 typedef __m256 V;
 typedef __m256 M;
+#ifdef SLUICE_VNNI
+constexpr const char* kIsaName = "avxvnni";
+#else
 constexpr const char* kIsaName = "avx2";
+#endif
 constexpr int kWidth = 8, kSlices = 4;
-constexpr int64_t kTokenBlock = 4;
 
 inline V load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, V v) { _mm256_storeu_ps(p, v); }
@@ -27,7 +30,7 @@ inline void store_n(float* p, V v, int64_t n) {
 }
 
 inline V set1(float x) { return _mm256_set1_ps(x); }
-inline V set1_bits(const uint32_t* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
+inline V set1_at(const float* p) { return _mm256_broadcast_ss(p); }
 inline V zero() { return _mm256_setzero_ps(); }
 inline V add(V a, V b) { return _mm256_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
@@ -113,11 +116,58 @@ inline float mx_reduce(const V v[kSlices]) {
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(g), _mm256_extractf128_ps(g, 1)));
 }
 
+// ---- int8: four groups a step, one register of eight sums each ----------------------------------------------------
+
+constexpr int kInt8Tokens = 2;
+
+struct Int8Lanes {
+  V v[kSlices];
+};
+inline void int8_clear(Int8Lanes& lanes) {
+  for (int i = 0; i < 4; ++i) lanes.v[i] = zero();
+}
+
+// 2 e2m1 + 12 for each nibble, as unsigned bytes
+inline __m256i int8_table() {
+  return _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+struct Int8Weights {
+  __m256i bytes[4];
+  void decode(const unsigned char* p) {
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    for (int i = 0; i < 4; ++i) {
+      __m256i b = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 16)));
+      bytes[i] =
+          _mm256_shuffle_epi8(int8_table(), _mm256_and_si256(_mm256_srlv_epi32(b, shifts), _mm256_set1_epi8(15)));
+    }
+  }
+};
+
+inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* corrections, const float* steps,
+                     Int8Lanes& lanes) {
+  for (int i = 0; i < 4; ++i) {
+    __m256i xi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * i));
+    __m256i sum = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections + 8 * i));
+#ifdef SLUICE_VNNI
+    sum = _mm256_dpbusd_avx_epi32(sum, w.bytes[i], xi);
+#else  // at most 2 * 24 * 127 a pair: the 16-bit sums never saturate
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w.bytes[i], xi), _mm256_set1_epi16(1)));
+#endif
+    lanes.v[i] = fma(_mm256_cvtepi32_ps(sum), _mm256_broadcast_ss(steps + i), lanes.v[i]);
+  }
+}
+
 }  // namespace
 }  // namespace sluice
 
+#define SLUICE_TOKEN_BLOCK 4
 #include "simd_kernels.hpp"
 
 namespace sluice {
+#ifdef SLUICE_VNNI
+const Ops* avxvnni_ops() { return &kOps; }
+#else
 const Ops* avx2_ops() { return &kOps; }
+#endif
 }  // namespace sluice

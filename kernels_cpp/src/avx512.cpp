@@ -1,5 +1,6 @@
 // AVX-512 (F, BW, DQ, VL) primitives; the kernels are in simd_kernels.hpp. With SLUICE_EMULATE_AVX512 the same unit
 // is compiled through SIMDe, so that its bits can be tested on a machine without the instructions (CMakeLists.txt).
+// avx512vnni.cpp includes this file once more.
 #ifdef SLUICE_EMULATE_AVX512
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include "simde_avx512.hpp"
@@ -15,9 +16,12 @@ namespace {
 
 typedef __m512 V;
 typedef __mmask16 M;
+#ifdef SLUICE_VNNI
+constexpr const char* kIsaName = "avx512vnni";
+#else
 constexpr const char* kIsaName = "avx512";
+#endif
 constexpr int kWidth = 16, kSlices = 2;
-constexpr int64_t kTokenBlock = 4;
 
 inline M first_n(int64_t n) { return M(0xffffu >> (16 - n)); }
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
@@ -29,7 +33,7 @@ inline void store_n(float* p, V v, int64_t n) {
 }
 
 inline V set1(float x) { return _mm512_set1_ps(x); }
-inline V set1_bits(const uint32_t* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(int(*p))); }
+inline V set1_at(const float* p) { return _mm512_set1_ps(*p); }
 inline V zero() { return _mm512_setzero_ps(); }
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
@@ -93,11 +97,55 @@ inline void mx_decode(const unsigned char* p, V scale, V out[kSlices]) {
 inline void mx_arrange(V*) {}
 inline float mx_reduce(const V v[kSlices]) { return reduce(v); }
 
+// ---- int8: four groups a step, two to a register -------------------------------------------------------------------
+
+constexpr int kInt8Tokens = 4;
+
+struct Int8Lanes {
+  V v[kSlices];
+};
+inline void int8_clear(Int8Lanes& lanes) { lanes.v[0] = lanes.v[1] = zero(); }
+
+struct Int8Weights {
+  __m512i bytes[2];
+  void decode(const unsigned char* p) {
+    // 2 e2m1 + 12 for each nibble, as unsigned bytes
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
+    const __m512i twice = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7);
+    for (int i = 0; i < 2; ++i) {
+      __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * 32)));
+      b = _mm512_srlv_epi32(_mm512_permutexvar_epi32(twice, b), shifts);
+      bytes[i] = _mm512_shuffle_epi8(table, _mm512_and_si512(b, _mm512_set1_epi8(15)));
+    }
+  }
+};
+
+inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* corrections, const float* steps,
+                     Int8Lanes& lanes) {
+  for (int i = 0; i < 2; ++i) {
+    __m512i xi = _mm512_loadu_si512(x + 64 * i), sum = _mm512_loadu_si512(corrections + 16 * i);
+#ifdef SLUICE_VNNI
+    sum = _mm512_dpbusd_epi32(sum, w.bytes[i], xi);
+#else  // at most 2 * 24 * 127 a pair: the 16-bit sums never saturate
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w.bytes[i], xi), _mm512_set1_epi16(1)));
+#endif
+    V step = pick(0xff00, set1(steps[2 * i + 1]), set1(steps[2 * i]));
+    lanes.v[i] = fma(_mm512_cvtepi32_ps(sum), step, lanes.v[i]);
+  }
+}
+
 }  // namespace
 }  // namespace sluice
 
+#define SLUICE_TOKEN_BLOCK 8
 #include "simd_kernels.hpp"
 
 namespace sluice {
+#ifdef SLUICE_VNNI
+const Ops* avx512vnni_ops() { return &kOps; }
+#else
 const Ops* avx512_ops() { return &kOps; }
+#endif
 }  // namespace sluice

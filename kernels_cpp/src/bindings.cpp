@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 #include <pybind11/numpy.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -13,6 +16,7 @@
 #include "dispatch.hpp"
 #include "driver.hpp"
 #include "pool.hpp"
+#include "queue.hpp"
 
 namespace py = pybind11;
 
@@ -165,21 +169,29 @@ void good_eps(float eps) {
 
 // ---- operations ----------------------------------------------------------------------------------------------------
 
+void needs_packed(const Weight& w, const char* name) {
+  if (w.m.kind != kMxfp4) refuse(std::string(name) + ": int8 activations need MXFP4 weights");
+}
+
+template <bool INT8>
 void matmul(const py::object& x_, const py::object& w_, const py::object& out_) {
   Weight w = weight(w_, "w");
+  if (INT8) needs_packed(w, "w");
   In x(x_, "x", {-1, w.m.cols});
   Out out(out_, "out", {x.dim(0), w.m.rows});
   apart(out.a, "out", x.a, "x");
   apart(out.a, "out", w.data, "w");
   int64_t tokens = x.dim(0);
   py::gil_scoped_release release;
-  driver::matmul(x.p, tokens, w.m, out.p);
+  driver::matmul(x.p, tokens, w.m, out.p, INT8);
 }
 
+template <bool INT8>
 void expert_mlp(const py::object& x_, const py::object& rows_, const py::object& w1_, const py::object& w3_,
                 const py::object& w2_, const py::object& act_, const py::object& slots_, const py::object& ids_) {
   Weight w1 = weight(w1_, "w1"), w3 = weight(w3_, "w3"), w2 = weight(w2_, "w2");
   if (w1.m.kind != w3.m.kind || w1.m.kind != w2.m.kind) refuse("w1, w3, w2: not of one kind");
+  if (INT8) needs_packed(w1, "w1");
   In x(x_, "x", {-1, w1.m.cols});
   weight_shape(w3, "w3", w1.m.rows, w1.m.cols);
   weight_shape(w2, "w2", w1.m.cols, w1.m.rows);
@@ -191,8 +203,66 @@ void expert_mlp(const py::object& x_, const py::object& rows_, const py::object&
   const int32_t *row = static_cast<const int32_t*>(rows.data()), *id = static_cast<const int32_t*>(ids.data());
   int64_t n = rows.shape(0);
   py::gil_scoped_release release;
-  driver::mlp(x.p, row, n, w1.m, w3.m, w2.m, act, slots.p, id);
+  driver::mlp(x.p, row, n, w1.m, w3.m, w2.m, act, slots.p, id, INT8, true);
 }
+
+// Python's end of an ExpertLine. Keeps every array of a pushed job alive until the line is waited for or abandoned.
+class ExpertQueue {
+ public:
+  ExpertQueue(const py::object& x, const py::object& act, const py::object& slots, bool int8)
+      : x_(x, "x", {-1, -1}), slots_(slots, "slots", {-1, x_.dim(1)}), act_(activation(act)), int8_(int8) {
+    apart(slots_.a, "slots", x_.a, "x");
+  }
+  ~ExpertQueue() { close(); }
+
+  void push(const py::object& rows_, const py::object& w1_, const py::object& w3_, const py::object& w2_,
+            const py::object& ids_) {
+    if (closed_) refuse("push: the queue is closed");
+    Weight w1 = weight(w1_, "w1"), w3 = weight(w3_, "w3"), w2 = weight(w2_, "w2");
+    if (w1.m.kind != w3.m.kind || w1.m.kind != w2.m.kind) refuse("w1, w3, w2: not of one kind");
+    if (int8_) needs_packed(w1, "w1");
+    weight_shape(w1, "w1", -1, x_.dim(1));
+    weight_shape(w3, "w3", w1.m.rows, w1.m.cols);
+    weight_shape(w2, "w2", w1.m.cols, w1.m.rows);
+    py::array rows = indexes(rows_, "rows", -1, x_.dim(0));
+    py::array ids = indexes(ids_, "slot_ids", rows.shape(0), slots_.a.shape(0));
+    const int32_t *row = static_cast<const int32_t*>(rows.data()), *id = static_cast<const int32_t*>(ids.data());
+    ExpertJob job = {x_.p, {row, row + rows.shape(0)}, {id, id + ids.shape(0)}, w1.m, w3.m, w2.m, act_, slots_.p, int8_};
+    for (const Weight* w : {&w1, &w3, &w2}) {
+      held_.push_back(w->data);
+      if (w->m.kind == kMxfp4) held_.push_back(w->scales);
+    }
+    py::gil_scoped_release release;
+    line_.push(std::move(job));
+  }
+
+  void finish() {
+    {
+      py::gil_scoped_release release;
+      line_.wait();
+    }
+    held_.clear();
+  }
+
+  void close() {
+    {
+      py::gil_scoped_release release;
+      line_.abandon();
+    }
+    closed_ = true;
+    held_.clear();
+  }
+
+  int64_t completed() { return line_.completed(); }
+
+ private:
+  In x_;
+  Out slots_;
+  Activation act_;
+  bool int8_, closed_ = false;
+  std::vector<py::array> held_;
+  ExpertLine line_;
+};
 
 void gated_mlp(const py::object& x_, const py::object& gate_, const py::object& up_, const py::object& down_,
                const py::object& act_, const py::object& out_) {
@@ -456,8 +526,9 @@ void set_isa(const std::string& name) {
   set_ops(table);
 }
 
-void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpus) {
+void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpus, int64_t spin_us) {
   if (n < 1 || n > Pool::kMaxThreads) refuse("n: " + std::to_string(n) + " threads is outside 1..1024");
+  if (spin_us < 0 || spin_us > 1000000) refuse("spin_us: outside 0..1000000");
   std::vector<int> list;
   if (cpus) {
     if (cpus->empty()) refuse("cpus: empty");
@@ -468,6 +539,43 @@ void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpu
   }
   py::gil_scoped_release release;
   Pool::instance().configure(int(n), list);
+  Pool::instance().set_spin_us(int(spin_us));
+}
+
+void set_widths(int64_t others, int64_t experts) {
+  if (others < 0 || others > Pool::kMaxThreads) refuse("others: outside 0..1024");
+  if (experts < 0 || experts > Pool::kMaxThreads) refuse("experts: outside 0..1024");
+  driver::set_widths(int(others), int(experts));
+}
+
+uint64_t read_memory(const py::object& array_) {
+  if (!py::isinstance<py::array>(array_)) refuse("array: not a numpy array");
+  py::array a = py::reinterpret_borrow<py::array>(array_);
+  if (!(a.flags() & py::array::c_style)) refuse("array: not C-contiguous");
+  const unsigned char* p = static_cast<const unsigned char*>(a.data());
+  int64_t n = a.nbytes();
+  py::gil_scoped_release release;
+  return driver::read_memory(p, n);
+}
+
+// mbind(2) by number: no libnuma is needed, and a kernel or container without it only means "not placed".
+bool place_memory(const py::object& array_, const std::vector<int64_t>& nodes, bool interleave) {
+  if (!py::isinstance<py::array>(array_)) refuse("array: not a numpy array");
+  py::array a = py::reinterpret_borrow<py::array>(array_);
+  if (!(a.flags() & py::array::c_style)) refuse("array: not C-contiguous");
+  constexpr int64_t kNodes = 1024, kBits = 8 * sizeof(unsigned long);
+  unsigned long mask[kNodes / kBits] = {};
+  if (nodes.empty()) refuse("nodes: empty");
+  for (int64_t n : nodes) {
+    if (n < 0 || n >= kNodes) refuse("nodes: " + std::to_string(n) + " is outside 0..1023");
+    mask[n / kBits] |= 1ul << (n % kBits);
+  }
+  uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(a.data());
+  uintptr_t first = (begin + page - 1) / page * page, last = (begin + uintptr_t(a.nbytes())) / page * page;
+  if (last <= first) return false;
+  constexpr int kBind = 2, kInterleave = 3, kMove = 2;
+  py::gil_scoped_release release;
+  return syscall(SYS_mbind, first, last - first, interleave ? kInterleave : kBind, mask, kNodes + 1, kMove) == 0;
 }
 
 }  // namespace
@@ -476,9 +584,12 @@ void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpu
 PYBIND11_MODULE(_native, m) {
   using namespace sluice;
   m.doc() = "Compiled kernels; sluice.kernels documents them.";
-  m.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("out"));
-  m.def("expert_mlp", &expert_mlp, py::arg("x"), py::arg("rows"), py::arg("w1"), py::arg("w3"), py::arg("w2"),
+  m.def("matmul", &matmul<false>, py::arg("x"), py::arg("w"), py::arg("out"));
+  m.def("matmul_int8", &matmul<true>, py::arg("x"), py::arg("w"), py::arg("out"));
+  m.def("expert_mlp", &expert_mlp<false>, py::arg("x"), py::arg("rows"), py::arg("w1"), py::arg("w3"), py::arg("w2"),
         py::arg("act"), py::arg("slots"), py::arg("slot_ids"));
+  m.def("expert_mlp_int8", &expert_mlp<true>, py::arg("x"), py::arg("rows"), py::arg("w1"), py::arg("w3"),
+        py::arg("w2"), py::arg("act"), py::arg("slots"), py::arg("slot_ids"));
   m.def("gated_mlp", &gated_mlp, py::arg("x"), py::arg("w_gate"), py::arg("w_up"), py::arg("w_down"), py::arg("act"),
         py::arg("out"));
   m.def("glu", &glu, py::arg("gate"), py::arg("up"), py::arg("act"), py::arg("out"));
@@ -510,7 +621,25 @@ PYBIND11_MODULE(_native, m) {
   m.def("isa", [] { return std::string(ops().name); });
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa, py::arg("name"));
-  m.def("configure_threads", &configure_threads, py::arg("n"), py::arg("cpus") = py::none());
+  m.def("configure_threads", &configure_threads, py::arg("n"), py::arg("cpus") = py::none(),
+        py::arg("spin_us") = 50);
+  m.def("set_widths", &set_widths, py::arg("others") = 0, py::arg("experts") = 0);
+  m.def("read_memory", &read_memory, py::arg("array"));
+  m.def("wake_seconds", [] {
+    py::gil_scoped_release release;
+    return driver::wake_seconds();
+  });
+  m.def("place_memory", &place_memory, py::arg("array"), py::arg("nodes"), py::arg("interleave") = false);
+  py::class_<ExpertQueue>(m, "ExpertQueue")
+      .def(py::init<py::object, py::object, py::object, bool>(), py::arg("x"), py::arg("act"), py::arg("slots"),
+           py::arg("int8") = false)
+      .def("push", &ExpertQueue::push, py::arg("rows"), py::arg("w1"), py::arg("w3"), py::arg("w2"),
+           py::arg("slot_ids"))
+      .def("finish", &ExpertQueue::finish)
+      .def("close", &ExpertQueue::close)
+      .def_property_readonly("completed", &ExpertQueue::completed)
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__", [](ExpertQueue& self, const py::args&) { self.close(); });
   m.def("thread_count", [] { return Pool::instance().size(); });
   m.def("scratch_bytes", [] {
     py::gil_scoped_release release;

@@ -1,6 +1,7 @@
 // Polynomials of our transcendental functions, shared by every unit so that no copy can drift. Fitted by a Remez
 // exchange in 40 digits on the intervals named; each function is within 2 ulp of the truth (tests against mpmath).
 #pragma once
+#include <stdint.h>
 
 namespace sluice {
 namespace {
@@ -25,6 +26,22 @@ constexpr float kTanh0 = -0.3333333134651184f, kTanh1 = 0.13333211839199066f, kT
 constexpr float kLog0 = 0.6666666269302368f, kLog1 = 0.40000802278518677f, kLog2 = 0.2850935161113739f,
                 kLog3 = 0.2407236397266388f;
 constexpr float kSoftplusLinear = 20.0f;  // softplus(x) = x above: the difference is below half an ulp
+
+// int8 activations: groups whose largest magnitude is below kInt8Tiny count as zeros (127/amax would overflow).
+constexpr float kInt8Tiny = 0x1p-100f, kInt8Steps = 127.0f;
+
+// 2^(byte-127) for an E8M0 byte; 0 is the subnormal 2^-127. A table of 1 KiB stays in L1 and costs one load where
+// computing costs three operations. Byte 255 (NaN in the format) is refused before it comes here.
+struct ScaleTable {
+  uint32_t bits[256];
+  constexpr ScaleTable() : bits() {
+    for (int i = 0; i < 256; ++i) bits[i] = i == 0 ? 0x00400000u : uint32_t(i) << 23;
+  }
+};
+constexpr ScaleTable kScaleTable = ScaleTable();
+inline const float* scale_float(unsigned char byte) {
+  return reinterpret_cast<const float*>(&kScaleTable.bits[byte]);
+}
 
 }  // namespace
 }  // namespace sluice

@@ -1,5 +1,9 @@
 #include "dispatch.hpp"
 
+#if defined(SLUICE_X86)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 
 #include "driver.hpp"
@@ -11,10 +15,21 @@ namespace {
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#if defined(SLUICE_EMULATE_AVX512)  // developer builds only: these units run through SIMDe
+bool has_avxvnni() { return has_avx2(); }
+bool has_avx512() { return has_avx2(); }
+bool has_avx512vnni() { return has_avx2(); }
+#else
+bool has_avxvnni() {
+  unsigned a, b, c, d;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
 #endif
 bool always() { return true; }
 
@@ -26,11 +41,9 @@ struct Row {
 
 constexpr Row kTable[] = {
 #if defined(SLUICE_X86)
-#if defined(SLUICE_EMULATE_AVX512)
-    {"avx512", has_avx2, avx512_ops},  // developer builds only: the unit runs through SIMDe
-#else
+    {"avx512vnni", has_avx512vnni, avx512vnni_ops},
     {"avx512", has_avx512, avx512_ops},
-#endif
+    {"avxvnni", has_avxvnni, avxvnni_ops},
     {"avx2", has_avx2, avx2_ops},
 #endif
     {"scalar", always, scalar_ops},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 
 #include "pool.hpp"
@@ -9,6 +10,8 @@
 namespace sluice {
 namespace driver {
 namespace {
+
+std::atomic<int> g_others{0}, g_experts{0};  // threads an operation may use; 0 is all
 
 int64_t padded(int64_t n) { return (n + 31) / 32 * 32; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -42,8 +45,25 @@ void spread(int64_t n, int64_t work, int64_t unit, F f) {
   Split s(n, work, unit, lease.pool().size());
   auto piece = [&](int64_t p, int worker) { f(p * s.grain, std::min(n, (p + 1) * s.grain), worker); };
   Pool::Phase ph = phase(s.pieces, piece);
-  lease.pool().run(&ph, 1, s.alone ? 1 : 0);
+  lease.pool().run(&ph, 1, s.alone ? 1 : g_others.load());
 }
+
+// A product in one of its two forms: float activations or int8.
+struct Form {
+  const Ops& o;
+  bool int8;
+  int64_t floats(int64_t n, int64_t cols) const { return n * (int8 ? o.int8_floats(cols) : padded(cols)); }
+  int64_t blocks(int64_t n) const { return ceil_div(n, int8 ? 1 : o.token_block); }
+  void prepare(const float* const* x, int64_t n, const Matrix& w, int64_t block, float* dst) const {
+    if (int8) o.int8_prepare(x[block], w.cols, dst + block * o.int8_floats(w.cols));
+    else o.prepare(x, n, w.cols, w.kind, block, block + 1, dst);
+  }
+  void product(const float* prepared, int64_t n, const Matrix& w, int64_t r0, int64_t r1, float* const* out,
+               float* scratch) const {
+    if (int8) o.int8_product(prepared, n, &w, r0, r1, out);
+    else o.product(prepared, n, &w, r0, r1, out, scratch);
+  }
+};
 
 constexpr int kRowUnit = 6;  // divides into the units' own row groups, so that no piece ends in a lone row
 
@@ -51,44 +71,47 @@ enum Slot : int { kPrepared, kHidden, kUp, kPreparedHidden, kSmall };
 
 }  // namespace
 
-void matmul(const float* x, int64_t tokens, const Matrix& w, float* out) {
+void set_widths(int others, int experts) {
+  g_others.store(others);
+  g_experts.store(experts);
+}
+
+void matmul(const float* x, int64_t tokens, const Matrix& w, float* out, bool int8) {
   const Ops& o = ops();
+  const Form form = {o, int8};
   for (int64_t t0 = 0; t0 < tokens; t0 += kMaxTokens) {
     int64_t n = std::min(kMaxTokens, tokens - t0);
     Pool::Lease lease;
     Pool& pool = lease.pool();
-    float* prepared = pool.shared(kPrepared, n * padded(w.cols));
+    float* prepared = pool.shared(kPrepared, form.floats(n, w.cols));
     pool.reserve_workers(o.product_scratch(n) + 64);
     const float* in[kMaxTokens];
     float* to[kMaxTokens];
     for (int64_t t = 0; t < n; ++t) in[t] = x + (t0 + t) * w.cols, to[t] = out + (t0 + t) * w.rows;
     Split rows(w.rows, w.cols * n, kRowUnit, pool.size());
-    auto prepare = [&](int64_t b, int) { o.prepare(in, n, w.cols, w.kind, b, b + 1, prepared); };
+    auto prepare = [&](int64_t b, int) { form.prepare(in, n, w, b, prepared); };
     auto product = [&](int64_t p, int worker) {
-      o.product(prepared, n, &w, p * rows.grain, std::min(w.rows, (p + 1) * rows.grain), to, pool.worker(worker, 0));
+      form.product(prepared, n, w, p * rows.grain, std::min(w.rows, (p + 1) * rows.grain), to,
+                   pool.worker(worker, 0));
     };
-    Pool::Phase phases[] = {phase(ceil_div(n, o.token_block), prepare), phase(rows.pieces, product)};
-    if (n == 1) {
-      prepare(0, 0);
-      pool.run(phases + 1, 1, rows.alone ? 1 : 0);
-    } else {
-      pool.run(phases, 2, rows.alone ? 1 : 0);
-    }
+    Pool::Phase phases[] = {phase(form.blocks(n), prepare), phase(rows.pieces, product)};
+    pool.run(phases, 2, rows.alone ? 1 : g_others.load());
   }
 }
 
 void mlp(const float* x, const int32_t* rows, int64_t total, const Matrix& w_gate, const Matrix& w_up,
-         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids) {
+         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids, bool int8, bool routed) {
   const Ops& o = ops();
+  const Form form = {o, int8};
   int64_t inner = w_gate.rows;
   for (int64_t t0 = 0; t0 < total; t0 += kMaxTokens) {
     int64_t n = std::min(kMaxTokens, total - t0);
     Pool::Lease lease;
     Pool& pool = lease.pool();
-    float* prepared = pool.shared(kPrepared, n * padded(w_gate.cols));
+    float* prepared = pool.shared(kPrepared, form.floats(n, w_gate.cols));
     float* hidden = pool.shared(kHidden, n * inner);
     float* up = pool.shared(kUp, n * inner);
-    float* prepared_hidden = pool.shared(kPreparedHidden, n * padded(inner));
+    float* prepared_hidden = pool.shared(kPreparedHidden, form.floats(n, inner));
     pool.reserve_workers(o.product_scratch(n) + 64);
     const float *in[kMaxTokens], *inner_in[kMaxTokens];
     float *to_gate[kMaxTokens], *to_up[kMaxTokens], *to[kMaxTokens];
@@ -101,26 +124,24 @@ void mlp(const float* x, const int32_t* rows, int64_t total, const Matrix& w_gat
     }
     Split first(inner, 2 * w_gate.cols * n, kRowUnit, pool.size());
     Split second(w_down.rows, inner * n, kRowUnit, pool.size());
-    auto prepare = [&](int64_t b, int) { o.prepare(in, n, w_gate.cols, w_gate.kind, b, b + 1, prepared); };
+    auto prepare = [&](int64_t b, int) { form.prepare(in, n, w_gate, b, prepared); };
     auto gate_up = [&](int64_t p, int worker) {
       int64_t r0 = p * first.grain, r1 = std::min(inner, r0 + first.grain);
       float* scratch = pool.worker(worker, 0);
-      o.product(prepared, n, &w_gate, r0, r1, to_gate, scratch);
-      o.product(prepared, n, &w_up, r0, r1, to_up, scratch);
+      form.product(prepared, n, w_gate, r0, r1, to_gate, scratch);
+      form.product(prepared, n, w_up, r0, r1, to_up, scratch);
       for (int64_t t = 0; t < n; ++t) o.glu(to_gate[t] + r0, to_up[t] + r0, r1 - r0, &act, to_gate[t] + r0);
     };
-    auto prepare_hidden = [&](int64_t b, int) {
-      o.prepare(inner_in, n, inner, w_down.kind, b, b + 1, prepared_hidden);
-    };
+    auto prepare_hidden = [&](int64_t b, int) { form.prepare(inner_in, n, w_down, b, prepared_hidden); };
     auto down = [&](int64_t p, int worker) {
       int64_t r0 = p * second.grain;
-      o.product(prepared_hidden, n, &w_down, r0, std::min(w_down.rows, r0 + second.grain), to,
-                pool.worker(worker, 0));
+      form.product(prepared_hidden, n, w_down, r0, std::min(w_down.rows, r0 + second.grain), to,
+                   pool.worker(worker, 0));
     };
-    int64_t blocks = ceil_div(n, o.token_block);
+    int64_t blocks = form.blocks(n);
     Pool::Phase phases[] = {phase(blocks, prepare), phase(first.pieces, gate_up), phase(blocks, prepare_hidden),
                             phase(second.pieces, down)};
-    pool.run(phases, 4, first.alone && second.alone ? 1 : 0);
+    pool.run(phases, 4, first.alone && second.alone ? 1 : (routed ? g_experts : g_others).load());
   }
 }
 
@@ -240,7 +261,7 @@ void expand_values(const float* ctx, const Matrix& w, int64_t tokens, int64_t he
       }
     };
     Pool::Phase ph = phase(s.pieces, piece);
-    pool.run(&ph, 1, s.alone ? 1 : 0);
+    pool.run(&ph, 1, s.alone ? 1 : g_others.load());
   }
 }
 
@@ -258,7 +279,7 @@ void mla_attention(const float* q, const float* cache, int64_t start, int64_t to
                out + i * latent);
   };
   Pool::Phase ph = phase(s.pieces, piece);
-  pool.run(&ph, 1, s.alone ? 1 : 0);
+  pool.run(&ph, 1, s.alone ? 1 : g_others.load());
 }
 
 void attnres_mix(const float* bank, int64_t n, const float* prefix, const float* w, int64_t tokens, int64_t dim,
@@ -313,6 +334,37 @@ void combine(const float* slots, const float* weights, int64_t tokens, int64_t k
       o.combine(slots + t * k * dim + c, dim, weights + t * k, k, std::min(kColumns, dim - c), out + t * dim + c);
     }
   });
+}
+
+uint64_t read_memory(const unsigned char* p, int64_t n) {
+  std::atomic<uint64_t> total{0};
+  spread(n / 64, 64, 1 << 13, [&](int64_t a, int64_t b, int) {
+    uint64_t lanes[8] = {};
+    for (int64_t i = a; i < b; ++i) {
+      uint64_t line[8];
+      std::memcpy(line, p + i * 64, 64);
+      for (int j = 0; j < 8; ++j) lanes[j] ^= line[j];
+    }
+    uint64_t sum = 0;
+    for (uint64_t lane : lanes) sum ^= lane;
+    total.fetch_xor(sum, std::memory_order_relaxed);
+  });
+  return total.load();
+}
+
+double wake_seconds() {
+  Pool::Lease lease;
+  int n = lease.pool().size();
+  std::atomic<int> arrived{0};
+  auto begin = std::chrono::steady_clock::now();
+  auto piece = [&](int64_t, int) {
+    arrived.fetch_add(1);
+    while (arrived.load() < n && std::chrono::steady_clock::now() - begin < std::chrono::seconds(1)) {
+    }
+  };
+  Pool::Phase ph = phase(n, piece);
+  lease.pool().run(&ph, 1);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 }  // namespace driver

@@ -14,10 +14,15 @@ namespace driver {
 constexpr int64_t kMaxTokens = 64;
 constexpr int64_t kMaxSources = 4096;
 
-void matmul(const float* x, int64_t tokens, const Matrix& w, float* out);
+// How many of the pool's threads an operation may use (0: all): routed experts apart from everything else.
+void set_widths(int others, int experts);
+
+// int8: activations rounded to 8 bits (kernels.hpp says how); weights are then kMxfp4.
+void matmul(const float* x, int64_t tokens, const Matrix& w, float* out, bool int8 = false);
 // slots[slot_ids[i]] = w_down act(w_gate x[rows[i]], w_up x[rows[i]]); null index arrays mean the identity.
 void mlp(const float* x, const int32_t* rows, int64_t n, const Matrix& w_gate, const Matrix& w_up,
-         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids);
+         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids, bool int8 = false,
+         bool routed = false);
 
 using Map = void (*)(const float*, int64_t, float*);
 void map(Map f, const float* x, int64_t n, float* out);
@@ -46,6 +51,11 @@ void attnres_mix(const float* bank, int64_t n, const float* prefix, const float*
 bool route(const float* logits, const float* bias, int64_t tokens, int64_t experts, int64_t k, bool renormalize,
            float scaling, int32_t* ids, float* weights);
 void combine(const float* slots, const float* weights, int64_t tokens, int64_t k, int64_t dim, float* out);
+
+// Reads n bytes with all threads, computing nothing worth more than a load: the memory rate to compare kernels with.
+uint64_t read_memory(const unsigned char* p, int64_t n);
+// Seconds until every thread of the pool works on a job at once, and has left it again.
+double wake_seconds();
 
 }  // namespace driver
 }  // namespace sluice

@@ -42,6 +42,18 @@ struct Ops {
                   float* const* out, float* scratch);
   int64_t (*product_scratch)(int64_t tokens);
 
+  // Products with activations rounded to 8 bits in groups of 32; w is kMxfp4. The definition, for one token and row:
+  //   amax = largest |x| of the group; step = amax/127; q = x * (127/amax) rounded to nearest, ties to even;
+  //   P[p], p < 8 = integer sum of q * 2 e2m1 over elements 8p, 8p+2, 8p+4, 8p+6 (p < 4), the odd ones beside (p >= 4);
+  //   lane 8 (g mod 4) + p takes, over groups g ascending, fma(float(P[p]), (step/2) * 2^(scale-127), lane);
+  //   groups are padded with zeros to a multiple of 8, lanes add as the tree.
+  // A group below 2^-100 counts as zeros; one that is not finite has step NaN.
+  // int8_prepare lays tokens out one after another, int8_floats(cols) floats each.
+  int64_t (*int8_floats)(int64_t cols);
+  void (*int8_prepare)(const float* x, int64_t cols, float* dst);
+  void (*int8_product)(const float* prepared, int64_t tokens, const Matrix* w, int64_t row0, int64_t row1,
+                       float* const* out);
+
   // Elementwise over n floats; out may equal the first input.
   void (*exp)(const float* x, int64_t n, float* out);
   void (*sigmoid)(const float* x, int64_t n, float* out);
@@ -83,6 +95,8 @@ struct Ops {
 
 const Ops* scalar_ops();
 const Ops* avx2_ops();
+const Ops* avxvnni_ops();  // avx2 with the 256-bit VNNI instruction for int8
 const Ops* avx512_ops();
+const Ops* avx512vnni_ops();
 
 }  // namespace sluice

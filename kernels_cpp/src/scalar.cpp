@@ -45,7 +45,7 @@ float widen_float16(uint16_t h) {
   return sign ? -magnitude : magnitude;
 }
 
-// E8M0: 2^(byte-127); byte 0 is the subnormal 2^-127. Byte 255 (NaN in the format) is refused before it comes here.
+// E8M0: 2^(byte-127); byte 0 is the subnormal 2^-127.
 float scale_value(unsigned char byte) { return from_bits(byte == 0 ? 0x00400000u : uint32_t(byte) << 23); }
 
 constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -177,6 +177,55 @@ void product(const float* prepared, int64_t tokens, const Matrix* w, int64_t row
 }
 
 int64_t product_scratch(int64_t) { return 0; }
+
+// ---- products with int8 activations --------------------------------------------------------------------------------
+// Prepared: for each group 32 integers and half its step, as floats: the plainest layout, not the quickest.
+
+int64_t int8_groups(int64_t cols) { return (cols / 32 + 7) / 8 * 8; }
+int64_t int8_floats(int64_t cols) { return int8_groups(cols) * 33; }
+
+void int8_prepare(const float* x, int64_t cols, float* dst) {
+  for (int64_t g = 0; g < int8_groups(cols); ++g) {
+    float* to = dst + g * 33;
+    std::memset(to, 0, 33 * sizeof(float));
+    if (g >= cols / 32) continue;
+    float amax = 0.0f;
+    for (int i = 0; i < 32; ++i) amax = std::fabs(x[g * 32 + i]) > amax ? std::fabs(x[g * 32 + i]) : amax;
+    bool finite = true;
+    for (int i = 0; i < 32; ++i) finite = finite && (to_bits(x[g * 32 + i]) & 0x7f800000u) != 0x7f800000u;
+    if (!finite) {
+      to[32] = from_bits(0x7fc00000u);
+    } else if (amax >= kInt8Tiny) {
+      float inverse = kInt8Steps / amax;
+      for (int i = 0; i < 32; ++i) to[i] = (x[g * 32 + i] * inverse + kRoundMagic) - kRoundMagic;
+      to[32] = amax / kInt8Steps * 0.5f;
+    }
+  }
+}
+
+void int8_product(const float* prepared, int64_t tokens, const Matrix* w, int64_t row0, int64_t row1,
+                  float* const* out) {
+  for (int64_t row = row0; row < row1; ++row)
+    for (int64_t t = 0; t < tokens; ++t) {
+      float lane[kLanes] = {};
+      for (int64_t g = 0; g < int8_groups(w->cols); ++g) {
+        const float* x = prepared + t * int8_floats(w->cols) + g * 33;
+        bool real = g < w->cols / 32;
+        float step = real ? x[32] * scale_value(w->scales[row * (w->cols / 32) + g]) : 0.0f;
+        for (int p = 0; p < 8; ++p) {
+          int sum = 0;
+          for (int i = 0; real && i < 4; ++i) {
+            int element = p % 4 * 8 + i * 2 + p / 4;
+            unsigned char byte = w->data[row * (w->cols / 2) + g * 16 + element / 2];
+            sum += int(x[element]) * int(2.0f * kE2m1[element % 2 ? byte >> 4 : byte & 15]);
+          }
+          float& sum_lane = lane[g % 4 * 8 + p];
+          sum_lane = std::fma(float(sum), step, sum_lane);
+        }
+      }
+      out[t][row] = tree(lane);
+    }
+}
 
 // ---- elementwise ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +363,7 @@ void combine(const float* rows, int64_t stride, const float* weights, int64_t co
 }
 
 constexpr Ops kOps = {
-    "scalar",   1,     prepare,  product,   product_scratch, map<exp1>, map<sigmoid1>, map<tanh1>, map<softplus1>,
+    "scalar",   1,     prepare,  product,   product_scratch, int8_floats, int8_prepare, int8_product, map<exp1>, map<sigmoid1>, map<tanh1>, map<softplus1>,
     sigmoid_mul, glu,  widen,    finite,    rmsnorm,         l2norm,    short_conv,    kda_decay,  kda_head,
     absorb,     attend, attnres, combine,
 };

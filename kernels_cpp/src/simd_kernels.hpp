@@ -2,7 +2,7 @@
 // after it has defined V and its primitives. Everything lives in an anonymous namespace: no weak symbol may leave a
 // unit. 32 lanes are kSlices registers; slice s holds lanes s*kWidth ...
 //
-// An including unit defines: V, kWidth, kSlices, kTokenBlock, and
+// An including unit defines: SLUICE_TOKEN_BLOCK, V, kWidth, kSlices, and
 //   load store load_n store_n set1 zero add sub mul div fma fnma min max sqrt
 //   and_bits or_bits less(a, b) -> M, pick(M, yes, no), pow2(V integral) (2^n for n in [-127, 127]), half_floor
 //   reduce(const V[kSlices]) (the tree), widen_bf16(p), widen_f16(p), has_nonfinite(V)
@@ -12,8 +12,11 @@ namespace sluice {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kRowsPerPanel = 3;
-constexpr int64_t kPanelGroups = 16;  // groups of 32 columns decoded at a time: panel and one token block stay in L1
+constexpr int64_t kTokenBlock = SLUICE_TOKEN_BLOCK;
+// A tile is kTileRows rows by one token block of sums held in registers: 3 x 4 and its operands are 16 registers of
+// AVX2. A panel is kPanelTiles tiles of kPanelGroups groups of 32 columns; it and one token block's x fit L1.
+constexpr int kTileRows = 3, kPanelTiles = 2;
+constexpr int64_t kPanelGroups = 16;
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -228,20 +231,11 @@ struct PlainRow {
   static float sum(const V v[kSlices]) { return reduce(v); }
 };
 
-// 2^(byte-127) as a table: 1 KiB that stays in L1 costs one load, computing it costs three operations.
-struct ScaleTable {
-  uint32_t bits[256];
-  constexpr ScaleTable() : bits() {
-    for (int i = 0; i < 256; ++i) bits[i] = i == 0 ? 0x00400000u : uint32_t(i) << 23;
-  }
-};
-constexpr ScaleTable kScale = ScaleTable();
-
 struct MxRow {
   const unsigned char *p, *scales;
   MxRow(const Matrix& w, int64_t row) : p(w.data + row * (w.cols / 2)), scales(w.scales + row * (w.cols / 32)) {}
   void group(int64_t g, V out[kSlices]) const {
-    mx_decode(p + g * 16, set1_bits(&kScale.bits[scales[g]]), out);
+    mx_decode(p + g * 16, set1_at(scale_float(scales[g])), out);
   }
   void tail(int64_t, V[kSlices]) const {}
   void prefetch(int64_t g) const { __builtin_prefetch(p + g * 16 + 1024); }
@@ -270,138 +264,185 @@ void widen_any(int kind, const unsigned char* src, int64_t n, float* out) {
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
-// Prepared x: token blocks of kTokenBlock. A block of one token is its row in order; a block of more is laid out
-// [slice][group][token][kWidth], so that the inner loop walks straight through it.
+// Up to kDirectTokens tokens go straight from decoded registers into their sums, kDirectBlock of them for each decoding
+// (3 sets of sums spill on AVX2 and lost to 2 + 1); prepared x is then plain rows. More tokens share a panel of decoded weights, small enough for L1; prepared x is then blocks of nearly equal size (at
+// most kTokenBlock, never one), each laid out [slice][group][token][kWidth] so that the inner loop walks through it.
+
+constexpr int64_t kDirectTokens = 4, kDirectBlock = SLUICE_TOKEN_BLOCK / 2;
+
+struct Block {
+  int64_t start, count;
+  Block(int64_t tokens, int64_t b) {
+    int64_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock, base = tokens / blocks, extra = tokens % blocks;
+    start = b * base + least(b, extra);
+    count = base + (b < extra ? 1 : 0);
+  }
+};
 
 void prepare(const float* const* x, int64_t tokens, int64_t cols, int kind, int64_t block0, int64_t block1,
              float* dst) {
   int64_t groups = padded(cols) / kLanes;
   for (int64_t b = block0; b < block1 && b * kTokenBlock < tokens; ++b) {
-    int64_t n = least(kTokenBlock, tokens - b * kTokenBlock);
-    float* block = dst + b * kTokenBlock * padded(cols);
-    for (int64_t t = 0; t < n; ++t) {
-      const float* row = x[b * kTokenBlock + t];
+    Block block(tokens, b);
+    float* to = dst + block.start * padded(cols);
+    for (int64_t t = 0; t < block.count; ++t) {
+      const float* row = x[block.start + t];
       for (int64_t g = 0; g < groups; ++g) {
         V v[kSlices];
         for (int s = 0; s < kSlices; ++s) v[s] = part(row + g * kLanes, s, cols - g * kLanes);
         if (kind == kMxfp4) mx_arrange(v);
         for (int s = 0; s < kSlices; ++s)
-          store(n == 1 ? block + g * kLanes + s * kWidth : block + ((s * groups + g) * n + t) * kWidth, v[s]);
+          store(tokens <= kDirectTokens ? to + (t * groups + g) * kLanes + s * kWidth
+                                        : to + ((s * groups + g) * block.count + t) * kWidth,
+                v[s]);
       }
     }
   }
 }
 
-template <int ROWS, class R>
-inline void gemv(const float* x, const Matrix& w, int64_t row, float* out) {
+template <int ROWS, int T, class R>
+inline void direct(const float* x, const Matrix& w, int64_t row, float* const* out) {
   const R r[2] = {R(w, row), R(w, row + ROWS - 1)};
-  V acc[ROWS][kSlices];
+  V acc[ROWS][T][kSlices];
   for (int i = 0; i < ROWS; ++i)
-    for (int s = 0; s < kSlices; ++s) acc[i][s] = zero();
-  int64_t whole = w.cols / kLanes;
+    for (int t = 0; t < T; ++t)
+      for (int s = 0; s < kSlices; ++s) acc[i][t][s] = zero();
+  int64_t whole = w.cols / kLanes, stride = padded(w.cols);
+  auto add_group = [&](const V v[kSlices], int i, int64_t g) {
+    for (int s = 0; s < kSlices; ++s)
+      for (int t = 0; t < T; ++t)
+        acc[i][t][s] = fma(load(x + t * stride + g * kLanes + s * kWidth), v[s], acc[i][t][s]);
+  };
   for (int64_t g = 0; g < whole; ++g)
     for (int i = 0; i < ROWS; ++i) {
       V v[kSlices];
       r[i].prefetch(g);
       r[i].group(g, v);
-      for (int s = 0; s < kSlices; ++s) acc[i][s] = fma(load(x + g * kLanes + s * kWidth), v[s], acc[i][s]);
+      add_group(v, i, g);
     }
   if (whole * kLanes < w.cols)
     for (int i = 0; i < ROWS; ++i) {
       V v[kSlices];
       r[i].tail(whole, v);
-      for (int s = 0; s < kSlices; ++s) acc[i][s] = fma(load(x + whole * kLanes + s * kWidth), v[s], acc[i][s]);
+      add_group(v, i, whole);
     }
-  for (int i = 0; i < ROWS; ++i) out[row + i] = R::sum(acc[i]);
+  for (int i = 0; i < ROWS; ++i)
+    for (int t = 0; t < T; ++t) out[t][row + i] = R::sum(acc[i][t]);
 }
 
-// acc[s][row][token] += panel x block over `groups` groups; panel is [slice][group][row][kWidth].
+// acc[slice][row][token] += panel x block over `groups` groups. panel: [slice][group][row of the triple][kWidth].
 template <int T>
 inline void tile(const float* panel, const float* x, int64_t x_slice, int64_t groups, float* acc) {
   for (int s = 0; s < kSlices; ++s) {
-    V a[kRowsPerPanel][T];
-    float* at = acc + s * kRowsPerPanel * T * kWidth;
-    for (int i = 0; i < kRowsPerPanel; ++i)
+    V a[kTileRows][T];
+    float* at = acc + s * kTileRows * T * kWidth;
+    for (int i = 0; i < kTileRows; ++i)
       for (int t = 0; t < T; ++t) a[i][t] = load(at + (i * T + t) * kWidth);
-    const float* pw = panel + s * kPanelGroups * kRowsPerPanel * kWidth;
+    const float* pw = panel + s * kPanelGroups * kTileRows * kWidth;
     const float* px = x + s * x_slice;
     for (int64_t g = 0; g < groups; ++g) {
-      V v[kRowsPerPanel];
-      for (int i = 0; i < kRowsPerPanel; ++i) v[i] = load(pw + (g * kRowsPerPanel + i) * kWidth);
+      V v[kTileRows];
+      for (int i = 0; i < kTileRows; ++i) v[i] = load(pw + (g * kTileRows + i) * kWidth);
       for (int t = 0; t < T; ++t) {
         V xt = load(px + (g * T + t) * kWidth);
-        for (int i = 0; i < kRowsPerPanel; ++i) a[i][t] = fma(xt, v[i], a[i][t]);
+        for (int i = 0; i < kTileRows; ++i) a[i][t] = fma(xt, v[i], a[i][t]);
       }
     }
-    for (int i = 0; i < kRowsPerPanel; ++i)
+    for (int i = 0; i < kTileRows; ++i)
       for (int t = 0; t < T; ++t) store(at + (i * T + t) * kWidth, a[i][t]);
   }
 }
+
+inline void tile_of(int64_t tokens, const float* panel, const float* x, int64_t x_slice, int64_t groups, float* acc) {
+  switch (tokens) {
+    case 2: return tile<2>(panel, x, x_slice, groups, acc);
+    case 3: return tile<3>(panel, x, x_slice, groups, acc);
+    case 4: return tile<4>(panel, x, x_slice, groups, acc);
+#if SLUICE_TOKEN_BLOCK > 4
+    case 5: return tile<5>(panel, x, x_slice, groups, acc);
+    case 6: return tile<6>(panel, x, x_slice, groups, acc);
+    case 7: return tile<7>(panel, x, x_slice, groups, acc);
+    case 8: return tile<8>(panel, x, x_slice, groups, acc);
+#endif
+  }
+}
+
+constexpr int64_t kTilePanel = kLanes * kPanelGroups * kTileRows;
 
 template <class R>
 inline void gemm(const float* x, int64_t tokens, const Matrix& w, int64_t row, int rows, float* const* out,
                  float* scratch) {
   int64_t groups = padded(w.cols) / kLanes, whole = w.cols / kLanes;
+  int64_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  int tiles = (rows + kTileRows - 1) / kTileRows;
   float* panel = scratch;
-  float* acc = scratch + kLanes * kPanelGroups * kRowsPerPanel;
-  int64_t acc_floats = tokens * kRowsPerPanel * kLanes;
-  for (int64_t i = 0; i < acc_floats; i += kWidth) store(acc + i, zero());
+  float* acc = scratch + kTilePanel * kPanelTiles;
+  int64_t tile_acc = tokens * kTileRows * kLanes;  // one tile's sums for all tokens
+  for (int64_t i = 0; i < tiles * tile_acc; i += kWidth) store(acc + i, zero());
   for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
     int64_t n = least(kPanelGroups, groups - g0);
-    for (int i = 0; i < kRowsPerPanel; ++i) {
+    for (int i = 0; i < tiles * kTileRows; ++i) {
       R r(w, row + (i < rows ? i : rows - 1));  // a missing row repeats the last; its sums are dropped
+      float* to = panel + i / kTileRows * kTilePanel + i % kTileRows * kWidth;
       for (int64_t g = 0; g < n; ++g) {
         V v[kSlices];
         r.prefetch(g0 + g);
         if (g0 + g < whole) r.group(g0 + g, v);
         else r.tail(g0 + g, v);
-        for (int s = 0; s < kSlices; ++s) store(panel + ((s * kPanelGroups + g) * kRowsPerPanel + i) * kWidth, v[s]);
+        for (int s = 0; s < kSlices; ++s) store(to + (s * kPanelGroups + g) * kTileRows * kWidth, v[s]);
       }
     }
-    for (int64_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
-      int64_t n_tokens = least(kTokenBlock, tokens - t0);
-      const float* block = x + t0 * groups * kLanes + g0 * n_tokens * kWidth;
-      float* a = acc + t0 * kRowsPerPanel * kLanes;
-      // a lone last token lies in row order, which is [group][slice]: walk it slice by slice through its own path
-      switch (n_tokens) {
-        case 1:
-          for (int s = 0; s < kSlices; ++s)
-            for (int i = 0; i < kRowsPerPanel; ++i) {
-              V sum = load(a + (s * kRowsPerPanel + i) * kWidth);
-              for (int64_t g = 0; g < n; ++g)
-                sum = fma(load(x + t0 * groups * kLanes + (g0 + g) * kLanes + s * kWidth),
-                          load(panel + ((s * kPanelGroups + g) * kRowsPerPanel + i) * kWidth), sum);
-              store(a + (s * kRowsPerPanel + i) * kWidth, sum);
-            }
-          break;
-        case 2: tile<2>(panel, block, groups * 2 * kWidth, n, a); break;
-        case 3: tile<3>(panel, block, groups * 3 * kWidth, n, a); break;
-        default: tile<4>(panel, block, groups * 4 * kWidth, n, a); break;
+    for (int64_t b = 0; b < blocks; ++b) {
+      Block block(tokens, b);
+      const float* xb = x + block.start * groups * kLanes + g0 * block.count * kWidth;
+      for (int i = 0; i < tiles; ++i)
+        tile_of(block.count, panel + i * kTilePanel, xb, groups * block.count * kWidth, n,
+                acc + i * tile_acc + block.start * kTileRows * kLanes);
+    }
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    Block block(tokens, b);
+    for (int i = 0; i < rows; ++i) {
+      const float* a = acc + i / kTileRows * tile_acc + block.start * kTileRows * kLanes;
+      for (int64_t t = 0; t < block.count; ++t) {
+        V v[kSlices];
+        for (int s = 0; s < kSlices; ++s)
+          v[s] = load(a + ((s * kTileRows + i % kTileRows) * block.count + t) * kWidth);
+        out[block.start + t][row + i] = R::sum(v);
       }
     }
   }
-  for (int64_t t0 = 0; t0 < tokens; t0 += kTokenBlock) {
-    int64_t n_tokens = least(kTokenBlock, tokens - t0);
-    const float* a = acc + t0 * kRowsPerPanel * kLanes;
-    for (int64_t t = 0; t < n_tokens; ++t)
-      for (int i = 0; i < rows; ++i) {
-        V v[kSlices];
-        for (int s = 0; s < kSlices; ++s) v[s] = load(a + ((s * kRowsPerPanel + i) * n_tokens + t) * kWidth);
-        out[t0 + t][row + i] = R::sum(v);
-      }
+}
+
+template <class R>
+inline void direct_block(const float* x, int64_t tokens, const Matrix& w, int64_t row, float* const* out) {
+  switch (tokens) {
+    case 2: return direct<1, 2, R>(x, w, row, out);
+#if SLUICE_TOKEN_BLOCK > 4
+    case 3: return direct<1, 3, R>(x, w, row, out);
+    case 4: return direct<1, 4, R>(x, w, row, out);
+#endif
   }
 }
 
 template <class R>
 void product_of(const float* x, int64_t tokens, const Matrix& w, int64_t row0, int64_t row1, float* const* out,
                 float* scratch) {
-  int64_t row = row0;
-  if (tokens == 1) {
-    for (; row + 2 <= row1; row += 2) gemv<2, R>(x, w, row, out[0]);
-    for (; row < row1; ++row) gemv<1, R>(x, w, row, out[0]);
-  } else {
-    for (; row < row1; row += kRowsPerPanel)
-      gemm<R>(x, tokens, w, row, int(least(kRowsPerPanel, row1 - row)), out, scratch);
+  if (tokens > kDirectTokens) {
+    for (int64_t row = row0; row < row1; row += kTileRows * kPanelTiles)
+      gemm<R>(x, tokens, w, row, int(least(kTileRows * kPanelTiles, row1 - row)), out, scratch);
+    return;
+  }
+  int64_t lone = tokens % kDirectBlock == 1 ? tokens - 1 : tokens;  // one token alone takes two rows at a time
+  for (int64_t row = row0; row < row1; row += 2) {
+    bool pair = row + 1 < row1;
+    for (int i = 0; i < (pair ? 2 : 1); ++i)
+      for (int64_t t = 0; t < lone; t += kDirectBlock)
+        direct_block<R>(x + t * padded(w.cols), least(kDirectBlock, lone - t), w, row + i, out + t);
+    if (lone < tokens) {
+      if (pair) direct<2, 1, R>(x + lone * padded(w.cols), w, row, out + lone);
+      else direct<1, 1, R>(x + lone * padded(w.cols), w, row, out + lone);
+    }
   }
 }
 
@@ -415,7 +456,115 @@ void product(const float* x, int64_t tokens, const Matrix* w, int64_t row0, int6
   }
 }
 
-int64_t product_scratch(int64_t tokens) { return kLanes * kRowsPerPanel * (kPanelGroups + tokens); }
+int64_t product_scratch(int64_t tokens) { return kPanelTiles * (kTilePanel + tokens * kTileRows * kLanes); }
+
+// ---- products with int8 activations --------------------------------------------------------------------------------
+// Prepared, for one token: per group 32 bytes (even elements, then odd ones), per group 8 corrections, per group half
+// its step. The unit multiplies unsigned 2 e2m1 + 12 by signed bytes; the correction, -12 times the sum of the four
+// bytes a lane takes, makes it exact again. Groups are padded to a multiple of 8.
+
+inline int64_t int8_groups(int64_t cols) { return (cols / 32 + 7) / 8 * 8; }
+int64_t int8_floats(int64_t cols) { return int8_groups(cols) * 17; }
+
+struct Int8 {
+  const signed char* bytes;
+  const int32_t* corrections;
+  const float* steps;
+  Int8(const float* p, int64_t groups)
+      : bytes(reinterpret_cast<const signed char*>(p)),
+        corrections(reinterpret_cast<const int32_t*>(p + groups * 8)),
+        steps(p + groups * 16) {}
+};
+
+void int8_prepare(const float* x, int64_t cols, float* dst) {
+  int64_t groups = int8_groups(cols);
+  signed char* bytes = reinterpret_cast<signed char*>(dst);
+  int32_t* corrections = reinterpret_cast<int32_t*>(dst + groups * 8);
+  float* steps = dst + groups * 16;
+  for (int64_t g = 0; g < groups; ++g) {
+    float rounded[32] = {};
+    steps[g] = 0.0f;
+    if (g < cols / 32) {
+      V v[kSlices], top = zero();
+      bool bad = false;
+      for (int s = 0; s < kSlices; ++s) {
+        v[s] = load(x + g * 32 + s * kWidth);
+        bad = bad || has_nonfinite(v[s]);
+        top = max(abs_v(v[s]), top);
+      }
+      float each[kWidth], amax = 0.0f;
+      store(each, top);
+      for (int i = 0; i < kWidth; ++i) amax = each[i] > amax ? each[i] : amax;
+      if (bad) {
+        steps[g] = __builtin_nanf("");
+      } else if (amax >= kInt8Tiny) {
+        V inverse = set1(kInt8Steps / amax), magic = set1(kRoundMagic);
+        for (int s = 0; s < kSlices; ++s)
+          store(rounded + s * kWidth, sub(add(mul(v[s], inverse), magic), magic));
+        steps[g] = amax / kInt8Steps * 0.5f;
+      }
+    }
+    for (int i = 0; i < 16; ++i) {
+      bytes[g * 32 + i] = static_cast<signed char>(rounded[2 * i]);
+      bytes[g * 32 + 16 + i] = static_cast<signed char>(rounded[2 * i + 1]);
+    }
+    for (int p = 0; p < 8; ++p) {
+      int sum = 0;
+      for (int i = 0; i < 4; ++i) sum += bytes[g * 32 + 4 * p + i];
+      corrections[g * 8 + p] = -12 * sum;
+    }
+  }
+}
+
+// 2^(scale-127) of eight groups; 0 is subnormal, and a padded group's step is zero whatever stands here.
+inline __m256 int8_scales(const unsigned char* scales, int64_t left) {
+  unsigned char last[8] = {};
+  if (left < 8) {
+    copy_bytes(last, scales, left);
+    scales = last;
+  }
+  __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales))), 23);
+  return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));
+}
+
+template <int T>
+inline void int8_row(const float* prepared, const Matrix& w, int64_t row, float* const* out) {
+  int64_t groups = w.cols / 32, padded_groups = int8_groups(w.cols), stride = int8_floats(w.cols);
+  const unsigned char* p = w.data + row * (w.cols / 2);
+  const unsigned char* scales = w.scales + row * groups;
+  Int8Lanes acc[T];
+  for (int t = 0; t < T; ++t) int8_clear(acc[t]);
+  for (int64_t g = 0; g < padded_groups; g += 8) {
+    alignas(32) float steps[T][8];
+    __m256 scale = int8_scales(scales + g, groups - g);
+    for (int t = 0; t < T; ++t) {
+      Int8 x(prepared + t * stride, padded_groups);
+      _mm256_store_ps(steps[t], _mm256_mul_ps(_mm256_loadu_ps(x.steps + g), scale));
+    }
+    for (int64_t h = 0; h < 8; h += 4) {
+      Int8Weights weights;
+      unsigned char last[64] = {};
+      int64_t left = groups - g - h;
+      if (left < 4 && left > 0) copy_bytes(last, p + (g + h) * 16, left * 16);
+      weights.decode(left < 4 ? last : p + (g + h) * 16);
+      for (int t = 0; t < T; ++t) {
+        Int8 x(prepared + t * stride, padded_groups);
+        int8_add(weights, x.bytes + (g + h) * 32, x.corrections + (g + h) * 8, steps[t] + h, acc[t]);
+      }
+    }
+  }
+  for (int t = 0; t < T; ++t) out[t][row] = reduce(acc[t].v);
+}
+
+void int8_product(const float* prepared, int64_t tokens, const Matrix* w, int64_t row0, int64_t row1,
+                  float* const* out) {
+  int64_t stride = int8_floats(w->cols);
+  for (int64_t row = row0; row < row1; ++row) {
+    int64_t t = 0;
+    for (; t + kInt8Tokens <= tokens; t += kInt8Tokens) int8_row<kInt8Tokens>(prepared + t * stride, *w, row, out + t);
+    for (; t < tokens; ++t) int8_row<1>(prepared + t * stride, *w, row, out + t);
+  }
+}
 
 // ---- KDA -----------------------------------------------------------------------------------------------------------
 
@@ -591,7 +740,7 @@ void combine(const float* rows, int64_t stride, const float* weights, int64_t co
 }
 
 constexpr Ops kOps = {
-    kIsaName,    kTokenBlock, prepare, product,  product_scratch, exp_n,   sigmoid_n,  tanh_n,    softplus_n,
+    kIsaName,    kTokenBlock, prepare, product,  product_scratch, int8_floats, int8_prepare, int8_product, exp_n,   sigmoid_n,  tanh_n,    softplus_n,
     sigmoid_mul, glu,         widen_any, finite, rmsnorm,         l2norm,  short_conv, kda_decay, kda_head,
     absorb,      attend,      attnres, combine,
 };

@@ -1,6 +1,6 @@
 """Every compiled variant of the kernels that this machine can run, for tests of equal bits.
 
-The AVX-512 unit can be run through SIMDe where the CPU lacks it (developers; Debian package libsimde-dev):
+The AVX-512 and VNNI units can be run through SIMDe where the CPU lacks it (developers; Debian package libsimde-dev):
 
     cmake -S kernels_cpp -B build/emulated -DSLUICE_EMULATE_AVX512=ON \\
           -Dpybind11_DIR=$(.venv/bin/python -m pybind11 --cmakedir) && cmake --build build/emulated
@@ -25,7 +25,7 @@ from sluice import kernels
 from sluice.kernels import _native
 
 Compute = Callable[[ModuleType], list[NDArray[np.generic]]]
-ISAS = ("avx2", "avx512", "avx512-emulated")
+ISAS = ("avx2", "avxvnni", "avx512", "avx512vnni", "emulated-avxvnni", "emulated-avx512", "emulated-avx512vnni")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -46,10 +46,10 @@ EMULATED = _emulated()
 
 def variant(name: str) -> ModuleType:
     """The compiled module, set to `name`; skips the calling test, saying why, where that cannot run here."""
-    if name == "avx512-emulated":
+    if name.startswith("emulated-"):
         if EMULATED is None:
-            pytest.skip("no emulated AVX-512 build (see helpers/kernel_variants.py)")
-        EMULATED.set_isa("avx512")
+            pytest.skip("no emulated build of the AVX-512 and VNNI units (see helpers/kernel_variants.py)")
+        EMULATED.set_isa(name.removeprefix("emulated-"))
         return EMULATED
     if name not in kernels.available_isas():
         pytest.skip(f"this CPU lacks {name}")
