@@ -32,7 +32,14 @@ def serve(
     """Serve a model over a Unix socket until told to stop."""
     import uvloop
 
-    from sluice.daemon.engine.assembly import configure_compute, plan_engine, read_model
+    from sluice.daemon.engine.assembly import (
+        check_least,
+        configure_compute,
+        nearest_fitting_preset,
+        plan_engine,
+        read_model,
+        try_preset,
+    )
     from sluice.daemon.process import Daemon
     from sluice.daemon.service.lock import lock_store
     from sluice.daemon.service.log import setup_logging
@@ -44,9 +51,11 @@ def serve(
     settings = load_settings()
     setup_logging(settings.log)
     raise_open_files()
+    check_least(settings)
     files = read_model(settings)
     plan = plan_engine(files, settings)
-    plan.memory.check()
+    if plan.memory.short_bytes:
+        plan.memory.check(try_preset(nearest_fitting_preset(files)))
     configure_compute(settings)
     served = served_model(files, settings)
     with lock_store(files.path), listening(settings) as listeners:

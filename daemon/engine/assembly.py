@@ -138,16 +138,8 @@ def plan_engine(files: ModelFiles, settings: Settings, limit: MemoryLimit | None
     first, since a pinned gigabyte of it saves a gigabyte of reading per token, then the cache.
     """
     limit = limit or memory_limit(settings.memory.total)
-    engine, memory, config = settings.engine, settings.memory, files.config
-    rows = engine.max_sequences + engine.prefill_chunk
-    fixed = {
-        "interpreter": INTERPRETER_BYTES
-        + BYTES_PER_VOCABULARY_ENTRY * config.vocab_size
-        + BYTES_PER_TENSOR * len(files.store.tensors),
-        "state": engine.max_sequences * state_bytes(config, engine.context),
-        "activations": activation_bytes(config, rows, engine.max_sequences),
-        "sessions": memory.sessions,
-    }
+    memory = settings.memory
+    fixed = _fixed_terms(files.config, settings, len(files.store.tensors))
     everything = _plan_trunk(files, settings, 2**62)
     least = _plan_trunk(files, settings, 0)
     no_cache = plan_cache(files.store, 0)
@@ -179,13 +171,47 @@ def plan_engine(files: ModelFiles, settings: Settings, limit: MemoryLimit | None
     return EnginePlan(MemoryPlan(terms, limit), trunk, cache)
 
 
+def _fixed_terms(config: ModelConfig, settings: Settings, tensors: int) -> dict[str, int]:
+    """What is held whatever the budget: no weights yet."""
+    engine = settings.engine
+    rows = engine.max_sequences + engine.prefill_chunk
+    return {
+        "interpreter": INTERPRETER_BYTES + BYTES_PER_VOCABULARY_ENTRY * config.vocab_size + BYTES_PER_TENSOR * tensors,
+        "state": engine.max_sequences * state_bytes(config, engine.context),
+        "activations": activation_bytes(config, rows, engine.max_sequences),
+        "sessions": settings.memory.sessions,
+    }
+
+
+def check_least(settings: Settings) -> None:
+    """Refuse at once what no plan could fit: K3's half a million tensors take seconds to read, its configuration none.
+
+    Raises BudgetError with the bytes it is short at the least and a preset to try, or what `read_model` raises.
+    """
+    path = resolve_model(settings)
+    config = read_config(path if path.is_dir() else path.parent, latent_norm_eps=_stated_eps(settings))
+
+    def least(other: Settings) -> MemoryPlan:
+        return MemoryPlan(_fixed_terms(config, other, 0), memory_limit(other.memory.total))
+
+    if least(settings).short_bytes:
+        least(settings).check(
+            try_preset(nearest_preset(lambda preset: not least(preset).short_bytes, memory_limit().size))
+        )
+
+
+def try_preset(name: str | None) -> str:
+    """The remedy of a plan that does not fit."""
+    return f"--preset {name} fits" if name else "no preset fits: more memory, or a shorter engine.context"
+
+
 def nearest_fitting_preset(files: ModelFiles) -> str | None:
     """The largest fixed preset under which this model's plan fits this machine; None when none does."""
 
     def fits(preset: Settings) -> bool:
         return plan_engine(files, preset).memory.short_bytes == 0
 
-    return nearest_preset(fits)
+    return nearest_preset(fits, memory_limit().size)
 
 
 def _plan_trunk(files: ModelFiles, settings: Settings, budget: int) -> TrunkPlan:
