@@ -155,8 +155,8 @@ def _until(condition: object, machine: Machine, seconds: float = 20) -> None:
 
 
 def test_a_reload_changes_the_budget_and_loses_no_token(service: Machine) -> None:
-    expected = ask(service, max_tokens=600).splitlines()[1]
-    client = stream(service, 600)
+    expected = ask(service, max_tokens=300).splitlines()[1]
+    client = stream(service, 300)
     settings = (service.root / SETTINGS.lstrip("/")).read_text()
     service.write(SETTINGS, settings + '\n[memory]\nexpert_cache = "300KiB"\n\n[log]\nlevel = "debug"\n')
     service.run("systemctl", "reload", "sluice.service")
@@ -244,6 +244,21 @@ def test_a_second_instance_names_the_first(service: Machine) -> None:
     pid = service.show("sluice.service", "MainPID")["MainPID"]
     said = service.run(PROGRAM, "serve", "--model", "/srv/model", "--socket", "/tmp/second.sock", code=6)
     assert f"pid {pid}" in said
+
+
+def test_people_use_the_command_line_and_doctor_finds_nothing_wrong(service: Machine) -> None:
+    asked = [PROGRAM, "ask", "--socket", SOCKET, "--max-tokens", "4", "Hello"]
+    service.run(*asked, user="ann", seconds=120)
+    service.run(*asked, user="bob", code=5)
+    found = json.loads(service.run(PROGRAM, "doctor", "--json", seconds=120))
+    texts = [finding["text"] for finding in found["findings"]]
+    assert any(text.startswith("sluice.service is active: serving model") for text in texts)
+    assert "the daemon is ready" in texts
+    assert found["exit_code"] == 0
+    service.run("systemctl", "stop", "sluice.service", seconds=90)
+    found = json.loads(service.run(PROGRAM, "doctor", "--json", "--no-measure", seconds=120))
+    assert "sluice.service is inactive; the first request starts it" in [f["text"] for f in found["findings"]]
+    assert service.show("sluice.service", "ActiveState") == {"ActiveState": "inactive"}  # looking did not wake it
 
 
 def test_the_sandbox_and_the_units_are_what_the_documentation_says(service: Machine) -> None:
