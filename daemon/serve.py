@@ -7,6 +7,8 @@ loop. The HTTP surface answers from the first moment, with 503 until the engine 
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,6 +50,8 @@ def serve(
     def load_settings() -> Settings:
         return settings_from(model, preset, config, sets, threads, socket)
 
+    # Until the loop has its own handlers a SIGTERM unwinds what is held: locks, the socket's file.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     settings = load_settings()
     setup_logging(settings.log)
     raise_open_files()
