@@ -255,7 +255,7 @@ def set_up(*extras: str) -> None:
     # What the tests need includes what the demo needs, so the demo is content with either.
     if not any(stamps.has(name, digest(*BUILD_TOOLS, *requirements(*names))) for name, names in installs(*extras)):
         with Step(f"{len(wanted)} dependencies", WORK / "dependencies.log") as step:
-            step.run([*pip, *wanted], env=env | {"CC": str(quick_compiler())})
+            step.run([*pip, *wanted], env=env | quick_compiler())
         stamps.put(" ".join(extras), digest(*wanted))
     sources = digest(sys.version, str(ROOT), ROOT / "pyproject.toml", ROOT / "kernels_cpp")
     if not stamps.has("package", sources):
@@ -276,17 +276,19 @@ def build_environment() -> tuple[dict[str, str], list[str]]:
     return environment(CPATH=f"{headers}{os.pathsep}{headers.parent}"), options
 
 
-def quick_compiler() -> Path:
-    """A C compiler for dependencies without a wheel (liburing): the usual one at -O1.
+def quick_compiler() -> dict[str, str]:
+    """Environment that compiles dependencies without a wheel (liburing) at -O1.
 
     liburing insists on -O3 for 25 MB of generated glue, 190 s of compiling; at -O1 it is 85 s, and a read of 17 MB
     does not notice. The last -O on a command line wins.
     """
     usual = os.environ.get("CC") or next(filter(shutil.which, C_COMPILERS))
     script = WORK / "cc"
+    if len(str(script).split()) > 1:  # CC is a command line: a path with spaces would fall apart
+        return {}
     script.write_text(f'#!/bin/sh\nexec {usual} "$@" -O1 -g0\n')
     script.chmod(0o755)
-    return script
+    return {"CC": str(script)}
 
 
 def installs(*extras: str) -> list[tuple[str, tuple[str, ...]]]:
