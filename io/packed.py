@@ -47,7 +47,6 @@ SUMS = "sluice-pack.sums"
 MAX_MANIFEST_BYTES = 256 * 2**20
 ROW_PIECE_BYTES = 256 * 1024
 """A table of which single rows are read is cut this small, so that a row is read with what its checksum covers."""
-MIN_UNIT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def make_layout(
     vectors: Sequence[str],
     row_tables: Sequence[str],
     shares: Sequence[float],
-    unit_bytes: int | None = None,
+    unit_bytes: int = RING_UNIT_BYTES,
 ) -> Layout:
     """Where everything of `store` goes when packed over len(shares) folders. Pure: reads headers only.
 
@@ -132,18 +131,17 @@ def make_layout(
     if not shares or any(share <= 0 for share in shares):
         raise ValueError(f"shares must be positive: {list(shares)}")
     folders = len(shares)
-    unit = unit_bytes or max(MIN_UNIT_BYTES, RING_UNIT_BYTES // folders)
     filled = [ALIGN] * folders  # the first page of each file names the pack
     wanted: dict[str, tuple[int, bool]] = {}  # name -> (bytes of a piece, whole)
     multiples: dict[str, int] = {}
     for name in vectors:
         wanted.setdefault(name, (0, True))
     for use in order:
-        wanted.setdefault(use.name, (unit, use.whole))
+        wanted.setdefault(use.name, (unit_bytes, use.whole))
         multiples[use.name] = use.row_multiple
     for name in row_tables:
         # A table that is a matrix too (tied embeddings) is cut in between: rows cost more, blocks are more.
-        wanted[name] = (ROW_PIECE_BYTES, False) if name not in wanted else (min(unit, 8 * ROW_PIECE_BYTES), False)
+        wanted[name] = (ROW_PIECE_BYTES, False) if name not in wanted else (min(unit_bytes, 8 * ROW_PIECE_BYTES), False)
     tensors = []
     for name, (size, whole) in wanted.items():
         record = store.tensors.get(name)

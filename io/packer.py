@@ -43,7 +43,7 @@ from sluice.io.packed import (
     to_json,
 )
 from sluice.io.store import ALIGN, RECLAIMED, Extent, Store, tensor_bytes
-from sluice.io.trunk import MatrixUse
+from sluice.io.trunk import RING_UNIT_BYTES, MatrixUse
 
 LAYOUT_FILE = "sluice-pack.layout.json"
 JOURNAL = "sluice-pack.journal"
@@ -219,7 +219,7 @@ def pack(
     vectors: Sequence[str],
     row_tables: Sequence[str],
     shares: Sequence[float] | None = None,
-    unit_bytes: int | None = None,
+    unit_bytes: int = RING_UNIT_BYTES,
     reclaim: bool = False,
     refuse_bytes: Mapping[str, int] | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
