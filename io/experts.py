@@ -259,6 +259,7 @@ class ExpertCache:
         self._kept = [0] * len(layers)  # entries of each layer that count against its quota, in use or not
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._guesses: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._doomed: list[_Entry] = []  # not in the table any more, slots still being read into
         self._queue: list[ExpertAcquisition] = []  # with pending ids, oldest first
         self.counts = np.zeros((len(layers), self._experts), np.int64)
         """(layers, experts): how often each was asked for. Read it, or load it before the first acquire."""
@@ -424,8 +425,7 @@ class ExpertCache:
 
     def _reclaim(self) -> int | None:
         """A slot taken from a guess, the latest first, or None. A guess in flight keeps its slot until its end."""
-        for key in reversed(self._guesses):
-            entry = self._guesses[key]
+        for entry in list(reversed(self._guesses.values())):
             if entry.ready or self._cancel(entry):
                 self._waste(entry)
                 self._forget(entry)
@@ -433,11 +433,18 @@ class ExpertCache:
         return None
 
     def _cancel(self, entry: _Entry) -> bool:
-        """Take back the reads that have not started; True when none is left in flight."""
+        """Take back the reads that have not started; True when none is left in flight.
+
+        An entry that lost some of its reads and not all will never be whole: nobody may join it any more, and its
+        slot comes back when the last read ends.
+        """
         for read in entry.reads:
             if read.state is State.QUEUED and self._scheduler.cancel(read):
                 entry.left -= 1
                 entry.error = entry.error or StorageError("the read was cancelled")
+        if entry.left and entry.error is not None and entry not in self._doomed:
+            self._forget(entry)
+            self._doomed.append(entry)
         return entry.left == 0
 
     def _begin(self, row: int, expert: int, slot: int, kept: bool, priority: Priority) -> _Entry:
@@ -474,6 +481,8 @@ class ExpertCache:
             entry.error = entry.error or error
             if entry.left or self._closed:
                 return
+            if entry in self._doomed:
+                self._doomed.remove(entry)
             waiters, entry.waiters = entry.waiters, []
             if entry.error is not None:
                 self._guesses.pop((entry.row, entry.expert), None)
@@ -505,7 +514,8 @@ class ExpertCache:
 
     def _reads_for(self, acquisition: ExpertAcquisition) -> list[Read]:
         if acquisition.pending and not any(not e.ready for e in acquisition.entries.values()):
-            return [read for entry in self._entries.values() for read in entry.reads if entry.left]
+            everyone = [*self._entries.values(), *self._doomed]
+            return [read for entry in everyone for read in entry.reads if entry.left]
         return [read for entry in acquisition.entries.values() for read in entry.reads]
 
     def _view(self, entry: _Entry) -> Expert:

@@ -34,6 +34,20 @@ def store(toy, tmp_path_factory) -> Store:
     return store
 
 
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory) -> tuple[Toy, Store]:
+    """A store whose experts are six reads each, as in a checkpoint that was sharded anew."""
+    toy = Toy(layers=LAYERS, experts=EXPERTS, seed=2)
+    for name, tensors in toy.shards.items():
+        order = sorted(tensors, key=lambda n: (n.rpartition(".experts.")[2].partition(".")[2], n))
+        toy.shards[name] = {n: tensors[n] for n in order}
+    folder = tmp_path_factory.mktemp("scattered")
+    store = Store.open(toy.write(folder / "a", folder / "b"), [folder / "b"])
+    store.declare_experts(toy.naming)
+    assert len(store.expert(0, 5).reads) == 6
+    return toy, store
+
+
 def open_io(
     store: Store, slots: int, faults=(), seed=None, delay=0.0, transient=2, counts=None, **settings
 ) -> IoService:
@@ -72,6 +86,7 @@ def use(cache: ExpertCache, toy: Toy, layer: int, ids) -> list[int]:
 def settle(service: IoService) -> None:
     while any(d.flying or d.queued for d in service.stats().scheduler.drives):
         threading.Event().wait(0.001)
+    service._loop.call(lambda: None)  # whoever waited for the last one has been told by now
 
 
 def kept(cache: ExpertCache, layer: int) -> set[int]:
@@ -150,8 +165,11 @@ def test_every_budget_and_backend_delivers_the_same_bytes(toy, store, slots, bac
             assert stats.misses <= LAYERS * EXPERTS
 
 
+@pytest.mark.parametrize("layout", ["adjacent", "scattered"])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mix_of_demands_guesses_and_departures_is_sound(toy, store, seed):
+def test_any_mix_of_demands_guesses_and_departures_is_sound(toy, store, scattered, seed, layout):
+    if layout == "scattered":
+        toy, store = scattered
     rng = np.random.default_rng(seed)
     faults = [by_seed(seed, 0.1, [-errno.EAGAIN, 4096])]
     slots, transient = int(rng.integers(0, 20)), int(rng.integers(2, 8))
@@ -384,6 +402,36 @@ def test_leaving_early_cancels_what_was_queued_and_waits_for_nothing(toy, store)
         service.fake.release()
         settle(service)
         sound(cache)
+
+
+def test_an_expert_that_lost_half_its_reads_is_read_anew_for_whoever_asks_next(scattered):
+    toy, store = scattered
+    with open_io(store, 0, [times(1, "stuck")], depth=1, transient=3) as service:
+        cache = service.experts
+        with cache.acquire(0, [4]):
+            while not service.fake.stuck:
+                pass
+        assert service.stats().scheduler.cancelled == 5
+        again = cache.acquire(0, [4])
+        service.fake.release()
+        with again:
+            for expert in again.as_they_arrive():
+                check(toy, 0, expert)
+        settle(service)
+        sound(cache)
+
+
+def test_one_failed_part_fails_the_expert_and_frees_its_slot_at_the_last(scattered):
+    toy, store = scattered
+    with open_io(store, 0, seed=1, delay=0.003, transient=2) as service:
+        offset = store.expert(1, 7).reads[2].extent.offset & -4096
+        service.fake.faults = [always(-errno.EIO, lambda t: t.offset == offset)]
+        with pytest.raises(StorageError, match="EIO"):
+            use(service.experts, toy, 1, [7])
+        settle(service)
+        sound(service.experts)
+        service.fake.faults = []
+        use(service.experts, toy, 1, [7])
 
 
 def test_wrong_ids_are_refused(store):

@@ -266,6 +266,7 @@ def settle(service: IoService) -> None:
     """Wait until no read is queued or in flight."""
     while any(d.flying or d.queued for d in service.stats().scheduler.drives):
         threading.Event().wait(0.001)
+    service._loop.call(lambda: None)  # whoever waited for the last one has been told by now
 
 
 def test_an_aborted_pass_realigns_whatever_was_in_flight(toy, store):
