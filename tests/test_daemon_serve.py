@@ -26,7 +26,7 @@ def running(tiny_checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def client(running):
-    transport = httpx.HTTPTransport(uds=str(running.socket))
+    transport = httpx.HTTPTransport(uds=str(running.socket), verify=False)
     with openai.OpenAI(
         api_key="none", base_url="http://sluice/v1", http_client=httpx.Client(transport=transport), max_retries=0
     ) as made:
@@ -75,6 +75,20 @@ def test_daemon_and_run_agree_to_the_bit(client, tiny_checkpoint):
     assert answer.choices[0].model_extra["logits_fingerprint"] == alone["logits_fingerprint"]
 
 
+def test_an_answer_cut_by_a_stop_string_has_the_fingerprint_of_what_came_up_to_it(client):
+    def ask(**more):
+        made = client.completions.create(
+            model="tiny", prompt=PROMPT, temperature=0, extra_body={"logits_fingerprint": True}, **more
+        )
+        return made.choices[0].text, made.choices[0].model_extra["logits_fingerprint"], made.usage.completion_tokens
+
+    text, _, _ = ask(max_tokens=12)
+    stop = text[len(text) // 2]
+    _, cut, tokens = ask(max_tokens=12, stop=stop)
+    _, whole, _ = ask(max_tokens=tokens)
+    assert cut == whole
+
+
 def test_token_ids_are_a_prompt(client, tiny_checkpoint):
     ids = run_json(tiny_checkpoint, "--prompt", PROMPT, "--max-tokens", "1")["prompt_ids"]
     by_ids = client.completions.create(model="tiny", prompt=ids, max_tokens=5, temperature=0)
@@ -107,7 +121,7 @@ def test_a_client_that_leaves_stops_its_work(running, streaming):
                     pass
         else:
             with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json=body, timeout=0.5)
+                pytest.fail(http.post("/v1/completions", json=body, timeout=0.5).text)
     assert wait_for(lambda: running.status()["queue"]["running"] == 0), running.status()
     assert running.status()["tokens"]["generated"] - before < 3000
 

@@ -31,8 +31,8 @@ class Choice:
     """The index-th answer. `complete` once nothing will change; `finish_reason` is set from then on.
 
     A choice that completes before the engine's Finished was cut: by a stop string, or because the reply was
-    over in another way. Its tokens count up to the one that cut it, however far the engine had gone, so that
-    usage repeats; the engine's fingerprint, which covers tokens beyond, is then not known.
+    over in another way. Its tokens and its fingerprint cover what came up to the one that cut it, however far the
+    engine had gone, so that they repeat.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer, reader: Reader, *, want_logprobs: bool) -> None:
@@ -61,6 +61,7 @@ class Choice:
             self.fingerprint, self.cached_tokens = event.logits_fingerprint, event.cached_tokens
             return shown, self._end()
         self.tokens += 1
+        self.fingerprint = event.fingerprint or None
         shown = self._shown(self.reader.feed(event.id))
         if self._want_logprobs:
             self._hold(event)

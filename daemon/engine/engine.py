@@ -224,11 +224,6 @@ class Engine:
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
             raise RequestError("the prompt is empty", param="prompt")
-        for position, token_id in enumerate(request.prompt_ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"token id {token_id} at position {position} is outside 0..{self.vocab_size - 1}", param="prompt"
-                )
         needed = len(request.prompt_ids) + request.max_tokens
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
@@ -238,6 +233,11 @@ class Engine:
                 f"the context of {self.limits.context}",
                 param="prompt",
             )
+        for position, token_id in enumerate(request.prompt_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"token id {token_id} at position {position} is outside 0..{self.vocab_size - 1}", param="prompt"
+                )
 
     def _retry_after(self) -> int:
         per_request = self._rates.request_seconds or 10.0

@@ -72,11 +72,13 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token. logprob is the natural log-probability under the model's own distribution
-    (before temperature and cuts), None unless asked for; top is ((id, logprob), ...) best first."""
+    (before temperature and cuts), None unless asked for; top is ((id, logprob), ...) best first.
+    fingerprint: `Finished.logits_fingerprint` as it would be if this token were the last; "" where unknown."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

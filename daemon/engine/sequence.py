@@ -98,11 +98,11 @@ class Sequence:
         if request.constraint is not None:
             request.constraint.accept(token_id)
         self.answer.append(token_id)
-        if request.top_logprobs is None:
-            self.tell(Token(token_id))
-        else:
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if request.top_logprobs is not None:
             logprob, top = sampler.logprobs(row, token_id, request.top_logprobs)
-            self.tell(Token(token_id, logprob, top))
+        self.tell(Token(token_id, logprob, top, self._fingerprint.hexdigest()))
         if token_id in request.stop_ids:
             return self._finished("stop", now)
         if self.generated >= request.max_tokens:
