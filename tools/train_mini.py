@@ -273,6 +273,10 @@ def main() -> None:
         sub.add_argument("--work", type=Path, required=True, help="folder for packages, state and log")
         if name == "prepare":
             sub.add_argument("--ranks", type=int, default=2816)
+        if name == "export":
+            here = Path(__file__).resolve().parent
+            sub.add_argument("--checkpoint", type=Path, default=here / "data" / "mini")
+            sub.add_argument("--golden", type=Path, default=here.parent / "tests" / "golden")
         if name == "train":
             sub.add_argument("--minutes", type=float, default=60.0)
             sub.add_argument("--workers", type=int, default=2)
@@ -287,7 +291,7 @@ def main() -> None:
     else:
         from train.export import export
 
-        export(args.work)
+        export(args.work, args.checkpoint, args.golden)
 
 
 if __name__ == "__main__":

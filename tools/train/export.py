@@ -27,8 +27,7 @@ from .optimise import STORED_FLOAT32, rounded
 from .quantise import mxfp4_pack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKPOINT = REPOSITORY / "tools" / "data" / "mini"
-GOLDEN = REPOSITORY / "tests" / "golden"
+SEED = 20261129
 CONTEXT_TOKENS = 4096  # no position table limits it; the model was trained on rows of 256
 
 
@@ -309,8 +308,8 @@ def held_out(
     return out
 
 
-def write_golden(network: Network, texts: corpus.Texts, codec: corpus.Codec, seed: int, step: int) -> dict[str, Any]:
-    """Reference logits and perplexity in float64 by the recurrence, into tests/golden/."""
+def write_golden(network: Network, texts: corpus.Texts, codec: corpus.Codec, step: int, folder: Path) -> dict[str, Any]:
+    """Reference logits and perplexity in float64 by the recurrence, into `folder`."""
     ids_all: list[int] = []
     argmax: list[int] = []
     rows: list[np.ndarray] = []
@@ -349,7 +348,7 @@ def write_golden(network: Network, texts: corpus.Texts, codec: corpus.Codec, see
         "command": "python -P tools/train_mini.py export --work DIR",
         "commit": commit.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seed": seed,
+        "seed": SEED,
         "step": step,
         "torch": torch.__version__,
         "arithmetic": "float64, recurrence of section 3.5, stored as float32",
@@ -362,15 +361,15 @@ def write_golden(network: Network, texts: corpus.Texts, codec: corpus.Codec, see
             "tokens": len(pieces) * length,
         },
     }
-    GOLDEN.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
-        GOLDEN / "mini_reference.npz",
+        folder / "mini_reference.npz",
         ids=np.array(ids_all, np.int32),
         argmax=np.array(argmax, np.int32),
         rows=np.stack(rows),
         held_out=np.array([ids for _, ids in pieces], np.int32),
     )
-    (GOLDEN / "mini_reference.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "mini_reference.json").write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 
@@ -423,31 +422,31 @@ def _loss_chart(log: list[dict[str, Any]]) -> str:
     return str(svg.line_chart("Training the mini model", "step", "loss (nats a token)", [x for x in lines if x.points]))
 
 
-def export(work: Path) -> None:
-    """Write checkpoint, golden files, chart and card from the state in `work`."""
+def export(work: Path, checkpoint: Path, golden: Path) -> None:
+    """Write checkpoint, chart and card into `checkpoint` and reference numbers into `golden`, from `work`'s state."""
     torch.set_num_threads(1)
     network, texts, codec, state = load(work)
-    CHECKPOINT.mkdir(parents=True, exist_ok=True)
-    for old in CHECKPOINT.glob("model-*.safetensors"):
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    for old in checkpoint.glob("model-*.safetensors"):
         old.unlink()
-    total = write_shards(tensors_of(network), CHECKPOINT)
-    (CHECKPOINT / "config.json").write_text(json.dumps(configuration(network.shape, codec.ranks), indent=1) + "\n")
-    (CHECKPOINT / "generation_config.json").write_text(
+    total = write_shards(tensors_of(network), checkpoint)
+    (checkpoint / "config.json").write_text(json.dumps(configuration(network.shape, codec.ranks), indent=1) + "\n")
+    (checkpoint / "generation_config.json").write_text(
         json.dumps(
             {"bos_token_id": codec.ranks, "eos_token_id": codec.ranks + 2, "pad_token_id": codec.ranks + 255,
              "temperature": 0.6, "top_p": 0.95}, indent=1,
         ) + "\n"
     )  # fmt: skip
-    (CHECKPOINT / "tiktoken.model").write_text((work / "tiktoken.model").read_text())
-    (CHECKPOINT / "tokenizer_config.json").write_text(json.dumps(tokenizer_configuration(codec.ranks), indent=1) + "\n")
+    (checkpoint / "tiktoken.model").write_text((work / "tiktoken.model").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(tokenizer_configuration(codec.ranks), indent=1) + "\n")
     log = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
     log = [e for i, e in enumerate(log) if i + 1 == len(log) or log[i + 1]["step"] > e["step"]]
-    (CHECKPOINT / "loss.svg").write_text(_loss_chart(log))
-    record = write_golden(network, texts, codec, 20261129, state["step"])
+    (checkpoint / "loss.svg").write_text(_loss_chart(log))
+    record = write_golden(network, texts, codec, state["step"], golden)
     right = answers_right(network, codec, 1, 20)
     said = _transcript(network, codec)
     card = model_card(network, codec, texts, log, record, right, said, total, state)
-    (CHECKPOINT / "README.md").write_text(card)
+    (checkpoint / "README.md").write_text(card)
     print(json.dumps({"perplexity": record["perplexity"], "right": right, "bytes": total}, indent=1))
     for question, answer in said:
         print(repr(question), "->", repr(answer))
