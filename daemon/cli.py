@@ -23,14 +23,12 @@ from sluice.io.errors import SluiceError
 from sluice.tools.diskbench import diskbench
 from sluice.tools.doctor import doctor
 from sluice.tools.download import download
-from sluice.tools.diskbench import diskbench
-from sluice.tools.download import download
 from sluice.tools.install_service import install_service
 from sluice.tools.mini import synth
 from sluice.tools.pack import pack
-from sluice.tools.pack import pack
 from sluice.tools.plan import plan
 from sluice.tools.presets_cmd import config, presets_app
+from sluice.tools.trace_cmd import trace
 
 USAGE_ERRORS: Any = typer.BadParameter.__mro__[1:3]
 """What the parser raises for a wrong command line. Typer names only BadParameter in public; these are its bases,
@@ -43,7 +41,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Answers prompts with mixture-of-experts models far larger than memory.",
 )
-for command in (serve, run, ask, chat, status, plan, config, synth, pack, diskbench, install_service, doctor, download):
+for command in (
+    serve,
+    run,
+    ask,
+    chat,
+    status,
+    plan,
+    config,
+    synth,
+    pack,
+    diskbench,
+    install_service,
+    doctor,
+    download,
+    trace,
+):
     app.command()(command)
 app.add_typer(presets_app, name="presets")
 

@@ -113,7 +113,7 @@ def _read_pairs(name: str, data: bytes, top_k: int, part: str) -> Trace:
         raise StoreError(f"{name}: {len(data)} bytes are not a whole number of (layer, expert) pairs")
     layer, expert = np.frombuffer(data, "<i4").reshape(-1, 2).T
     starts = np.flatnonzero(np.diff(layer) < 0) + 1  # a step begins where the layer number falls back
-    passes = []
+    passes: list[NDArray[np.int32]] = []
     for first, last in zip([0, *starts], [*starts, layer.size], strict=True):
         names, counts = np.unique(layer[first:last], return_counts=True)
         if (counts != counts[0]).any() or counts[0] % top_k:

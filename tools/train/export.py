@@ -36,7 +36,7 @@ def load(work: Path) -> tuple[Network, corpus.Texts, corpus.Codec, dict[str, Any
     import base64
 
     state = torch.load(work / "state.pt", weights_only=True)
-    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in state["shape"].items()}
+    sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state["shape"].items()}
     network = Network(Shape(**sizes), torch.Generator().manual_seed(0))
     with torch.no_grad():
         for name, p in network.params.items():
@@ -55,7 +55,7 @@ def configuration(shape: Shape, ranks: int) -> dict[str, Any]:
     """config.json, nested as published."""
     n = shape.num_hidden_layers
     kda = [layer for layer in range(1, n + 1) if layer not in shape.full_attn_layers]
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
         "observer": "minmax", "observer_kwargs": {}, "scale_dtype": "torch.uint8", "strategy": "group",
         "symmetric": True, "type": "float", "zp_dtype": None,
