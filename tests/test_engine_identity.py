@@ -159,6 +159,20 @@ def test_instruction_sets_do_not_change_a_bit(isa, tiny_checkpoint, expected):
     assert report["logits_fingerprint"] == expected
 
 
+def test_int8_activations_are_a_numerics_of_their_own_that_repeats(tiny_checkpoint, expected):
+    def run(*settings):
+        flags = [word for setting in ("compute.activations=int8", *settings) for word in ("--set", setting)]
+        ids = ",".join(map(str, PROMPT))
+        return run_json(tiny_checkpoint, "--ids", ids, "--max-tokens", "6", "--ignore-stop", *flags)
+
+    first = run()
+    assert first["logits_fingerprint"] != expected
+    plain = run_json(tiny_checkpoint, "--ids", "1", "--max-tokens", "1")
+    assert first["system_fingerprint"] != plain["system_fingerprint"]
+    for changed in ("compute.isa=scalar", "compute.threads=5", "memory.expert_cache=0B", "engine.prefill_chunk=1"):
+        assert run(changed)["logits_fingerprint"] == first["logits_fingerprint"], changed
+
+
 def test_logits_on_disk_are_those_of_the_fingerprint(tiny_checkpoint, expected, tmp_path):
     import numpy as np
     import xxhash

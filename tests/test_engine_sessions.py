@@ -87,7 +87,7 @@ def test_the_longest_beginning_wins_and_restores_every_number(config):
     assert cache.restore_longest(ids(2, 2, 3), state) == 0
 
 
-@pytest.mark.parametrize("key", ["sessions.dir=/nowhere", "compute.activations=int8", "engine.trunk=int8"])
+@pytest.mark.parametrize("key", ["sessions.dir=/nowhere", "engine.trunk=int8"])
 def test_an_option_that_cannot_be_honoured_is_refused(tiny_checkpoint, key):
     from sluice.io.errors import PresetError
 

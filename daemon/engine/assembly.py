@@ -93,7 +93,6 @@ def resolve_model(settings: Settings) -> Path:
 def check_supported(settings: Settings) -> None:
     """Every option is honoured or refused: raises PresetError for what this version does not do."""
     refused = {
-        "compute.activations": settings.compute.activations != "f32",
         "engine.trunk": settings.engine.trunk != "exact",
         "sessions.dir": settings.sessions.dir is not None,
     }
@@ -116,6 +115,9 @@ def read_model(settings: Settings) -> ModelFiles:
     binding = names.bind(config, store.tensors, pin_routers=False)
     if binding.experts is not None:
         store.declare_experts(binding.experts)
+    packed = binding.experts is not None and "w1.weight_packed" in binding.experts.parts
+    if settings.compute.activations == "int8" and not packed:
+        raise PresetError('compute.activations = "int8" works on MXFP4 experts, which this checkpoint has not')
     return ModelFiles(path, settings.model.name or folder.resolve().name, config, store, binding)
 
 
@@ -415,7 +417,14 @@ def running_engine(
     ) as io:
         if settings.memory.preload:
             preload(io, files, progress)
-        network = Network(files.config, io.trunk, io.experts, prefix=files.binding.prefix, on_route=on_route)
+        network = Network(
+            files.config,
+            io.trunk,
+            io.experts,
+            prefix=files.binding.prefix,
+            on_route=on_route,
+            int8_activations=settings.compute.activations == "int8",
+        )
         lookahead = LookaheadControl(settings.engine.lookahead, lambda: observed(io))
 
         def before_pass(rows: int) -> None:

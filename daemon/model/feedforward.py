@@ -45,8 +45,18 @@ def gated_mlp(w: GatedMlp, act: Activation, linear: Linear, x: F32, gate: F32, u
 class Mixture:
     """The mixtures of one network: where experts come from, and which were looked over already."""
 
-    def __init__(self, c: ModelConfig, linear: Linear, experts: ExpertSource, on_route: OnRoute | None = None) -> None:
-        """on_route: told every routing decision, (layer, ids (T, chosen)); the ids are only lent."""
+    def __init__(
+        self,
+        c: ModelConfig,
+        linear: Linear,
+        experts: ExpertSource,
+        on_route: OnRoute | None = None,
+        *,
+        int8_activations: bool = False,
+    ) -> None:
+        """on_route: told every routing decision, (layer, ids (T, chosen)); the ids are only lent. int8_activations:
+        what enters an expert's matrices is rounded to int8 per group of 32, another numerics (MXFP4 experts only)."""
+        self._expert_mlp: Any = kernels.expert_mlp_int8 if int8_activations else kernels.expert_mlp
         self._c = c
         self._on_route = on_route
         self._act = activation(c)
@@ -135,7 +145,7 @@ class Mixture:
                         continue
                     looked_over.add(expert.id)
                 w1, w2, w3 = _matrices(expert)
-                kernels.expert_mlp(z, rows, w1, w3, w2, act, slots, filled)
+                self._expert_mlp(z, rows, w1, w3, w2, act, slots, filled)
         except StorageError as error:
             failed = wanted.pop(error.expert, None) if error.expert is not None else None
             if failed is None or error.layer not in (layer, None):

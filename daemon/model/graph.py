@@ -53,9 +53,11 @@ class Network:
         prefix: str,
         lookahead: Lookahead | None = None,
         on_route: OnRoute | None = None,
+        int8_activations: bool = False,
     ) -> None:
         """prefix: what text tensors' names begin with (`names.bind`). Vectors are fetched now, matrices never.
-        on_route(layer, ids) sees every routing decision, (T, chosen) int32, best first; it must not keep ids."""
+        on_route(layer, ids) sees every routing decision, (T, chosen) int32, best first; it must not keep ids.
+        int8_activations: experts take their inputs rounded to int8 per group of 32, another numerics."""
         self.config = config
         self.lookahead = lookahead or Lookahead()
         self.vocab_size = config.vocab_size
@@ -64,7 +66,7 @@ class Network:
         self._experts = experts
         self._linear = Linear(trunk)
         self._weights = load_weights(config, trunk, prefix)
-        self._layer = LayerRun(config, self._linear, trunk, experts, on_route)
+        self._layer = LayerRun(config, self._linear, trunk, experts, on_route, int8_activations=int8_activations)
         self._arena = Arena(config)
 
     def new_state(self, context_tokens: int) -> SequenceState:

@@ -36,12 +36,14 @@ class LayerRun:
         trunk: TrunkSource,
         experts: ExpertSource,
         on_route: OnRoute | None = None,
+        *,
+        int8_activations: bool = False,
     ) -> None:
         self._c = c
         self._act = activation(c)
         self._linear = linear
         self._trunk = trunk
-        self._mixture = Mixture(c, linear, experts, on_route)
+        self._mixture = Mixture(c, linear, experts, on_route, int8_activations=int8_activations)
 
     def __call__(
         self, w: LayerWeights, sequences: Sequence[Rows], s: Scratch, blocks: int, rows_failed: RowsFailed
