@@ -182,6 +182,7 @@ def environment(**changes: str) -> dict[str, str]:
     env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     # A user's pip settings may ask for things a venv cannot do.
     env |= {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_REQUIRE_VIRTUALENV": "0"}
+    env["PYTHONUNBUFFERED"] = "1"  # progress comes when it happens, into a log too
     return env | changes
 
 
