@@ -20,6 +20,7 @@ from sluice.daemon.client.status import status
 from sluice.daemon.run import run
 from sluice.daemon.serve import serve
 from sluice.io.errors import SluiceError
+from sluice.tools.bench import bench
 from sluice.tools.diskbench import diskbench
 from sluice.tools.doctor import doctor
 from sluice.tools.download import download
@@ -51,6 +52,7 @@ for command in (
     config,
     synth,
     pack,
+    bench,
     diskbench,
     install_service,
     doctor,

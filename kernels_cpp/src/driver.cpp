@@ -271,12 +271,19 @@ void mla_attention(const float* q, const float* cache, int64_t start, int64_t to
   if (tokens * heads == 0) return;
   Pool::Lease lease;
   Pool& pool = lease.pool();
-  pool.reserve_workers(padded(start + tokens) + 64);
-  Split s(tokens * heads, (start + tokens) * (width + latent), 1, pool.size());
+  // Heads of one token go over the cache together, as many as leave every thread work and scratch small.
+  int64_t positions = start + tokens;
+  int64_t group = std::min<int64_t>(16, std::max<int64_t>(1, (1 << 20) / positions));
+  group = std::min(group, std::max<int64_t>(4, ceil_div(tokens * heads, 2 * pool.size())));
+  int64_t groups = ceil_div(heads, group);
+  pool.reserve_workers(o.attend_scratch(group, positions, width) + 64);
+  Split s(tokens * groups, group * positions * (width + latent), 1, pool.size());
   auto piece = [&](int64_t p, int worker) {
-    for (int64_t i = p * s.grain; i < std::min(s.n, (p + 1) * s.grain); ++i)
-      o.attend(q + i * width, cache, start + i / heads + 1, width, latent, scale, pool.worker(worker, 0),
-               out + i * latent);
+    for (int64_t i = p * s.grain; i < std::min(s.n, (p + 1) * s.grain); ++i) {
+      int64_t t = i / groups, h = i % groups * group, at = t * heads + h;
+      o.attend(q + at * width, std::min(group, heads - h), cache, start + t + 1, width, latent, scale,
+               out + at * latent, pool.worker(worker, 0));
+    }
   };
   Pool::Phase ph = phase(s.pieces, piece);
   pool.run(&ph, 1, s.alone ? 1 : g_others.load());

@@ -82,10 +82,12 @@ struct Ops {
 
   // out[r] = sum over i ascending of q[i] w[row0+i][r], r < w->cols.
   void (*absorb)(const float* q, int64_t n, const Matrix* w, int64_t row0, float* out);
-  // One query over `positions` cache rows of `width` floats: softmax(scale q.c) mixes the first `latent` columns.
-  // scores: scratch of `positions` floats rounded up to 32.
-  void (*attend)(const float* q, const float* cache, int64_t positions, int64_t width, int64_t latent, float scale,
-                 float* scores, float* out);
+  // `heads` queries of one token (at most 64, rows of `width` floats) over `positions` cache rows of `width` floats:
+  // softmax(scale q.c) mixes the first `latent` columns, positions ascending, then divides by the lane-scheme sum.
+  // scratch: attend_scratch floats.
+  void (*attend)(const float* q, int64_t heads, const float* cache, int64_t positions, int64_t width, int64_t latent,
+                 float scale, float* out, float* scratch);
+  int64_t (*attend_scratch)(int64_t heads, int64_t positions, int64_t width);
   // Softmax mix of n source rows of dim floats by normalised-key scores (model.md 3.1); scores: n rounded up to 32.
   void (*attnres)(const float* const* sources, int64_t n, const float* w, int64_t dim, float eps, float* scores,
                   float* out);

@@ -318,22 +318,26 @@ void absorb(const float* q, int64_t n, const Matrix* w, int64_t row0, float* out
   }
 }
 
-void attend(const float* q, const float* cache, int64_t positions, int64_t width, int64_t latent, float scale,
-            float* scores, float* out) {
-  float largest = 0.0f;
-  for (int64_t j = 0; j < positions; ++j) {
-    const float* row = cache + j * width;
-    scores[j] = dot(width, [&](int64_t i) { return q[i]; }, [&](int64_t i) { return row[i]; }) * scale;
-    largest = j == 0 || scores[j] > largest ? scores[j] : largest;
-  }
-  for (int64_t j = 0; j < positions; ++j) scores[j] = exp1(scores[j] - largest);
-  float total = plain_sum(scores, positions);
-  for (int64_t r = 0; r < latent; ++r) {
-    float sum = 0.0f;
-    for (int64_t j = 0; j < positions; ++j) sum = std::fma(scores[j], cache[j * width + r], sum);
-    out[r] = sum / total;
+void attend(const float* q, int64_t heads, const float* cache, int64_t positions, int64_t width, int64_t latent,
+            float scale, float* out, float* scores) {
+  for (int64_t h = 0; h < heads; ++h, q += width, out += latent) {
+    float largest = 0.0f;
+    for (int64_t j = 0; j < positions; ++j) {
+      const float* row = cache + j * width;
+      scores[j] = dot(width, [&](int64_t i) { return q[i]; }, [&](int64_t i) { return row[i]; }) * scale;
+      largest = j == 0 || scores[j] > largest ? scores[j] : largest;
+    }
+    for (int64_t j = 0; j < positions; ++j) scores[j] = exp1(scores[j] - largest);
+    float total = plain_sum(scores, positions);
+    for (int64_t r = 0; r < latent; ++r) {
+      float sum = 0.0f;
+      for (int64_t j = 0; j < positions; ++j) sum = std::fma(scores[j], cache[j * width + r], sum);
+      out[r] = sum / total;
+    }
   }
 }
+
+int64_t attend_scratch(int64_t, int64_t positions, int64_t) { return positions; }
 
 void attnres(const float* const* sources, int64_t n, const float* w, int64_t dim, float eps, float* scores,
              float* out) {
@@ -365,7 +369,7 @@ void combine(const float* rows, int64_t stride, const float* weights, int64_t co
 constexpr Ops kOps = {
     "scalar",   1,     prepare,  product,   product_scratch, int8_floats, int8_prepare, int8_product, map<exp1>, map<sigmoid1>, map<tanh1>, map<softplus1>,
     sigmoid_mul, glu,  widen,    finite,    rmsnorm,         l2norm,    short_conv,    kda_decay,  kda_head,
-    absorb,     attend, attnres, combine,
+    absorb,     attend, attend_scratch, attnres, combine,
 };
 
 }  // namespace
