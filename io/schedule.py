@@ -363,6 +363,10 @@ class Scheduler:
         return None
 
     def _start(self, read: Read) -> None:
+        if self._closed:
+            # A wait between two tries ended after the reader was closed.
+            self._finish(read, read.error("the storage side is closed"))
+            return
         at = read.done_bytes
         self._reader.start(
             Transfer(
@@ -381,7 +385,8 @@ class Scheduler:
 
     def _restart(self, read: Read) -> None:
         self._start(read)
-        self._reader.flush()
+        if not self._closed:
+            self._reader.flush()
 
     def _moved(self, read: Read, result: int) -> None:
         if result < 0:
@@ -480,11 +485,18 @@ class Scheduler:
         read.on_done(read, error)
 
     def close(self) -> None:
-        """No more reads; what is queued is forgotten. On the loop's thread, before the reader is closed."""
+        """No more reads; what is queued ends with an error. On the loop's thread, before the reader is closed."""
+        left: list[Read] = []
         with self._lock:
             self._closed = True
             for drive in self._drives:
-                for waiting in drive.queues:
+                for priority, waiting in enumerate(drive.queues):
+                    left += [r for r in waiting if r.state is State.QUEUED and r.priority == priority]
                     waiting.clear()
+                drive.queued = 0
+            for read in left:
+                read.state = State.DONE
+        for read in left:
+            read.on_done(read, read.error("the storage side is closed"))
         if self._hashers is not None:
             self._hashers.shutdown(wait=True)

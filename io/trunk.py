@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sluice.io.buffers import Arena, BufferPool, SlotArena
 from sluice.io.errors import StorageError, StoreError
 from sluice.io.reader import OpenFile
-from sluice.io.schedule import Priority, Read, Scheduler, Waiter, fetch, ignore_end
+from sluice.io.schedule import Priority, Read, Scheduler, State, Waiter, fetch, ignore_end
 from sluice.io.store import ALIGN, NUMPY_DTYPES, Extent, Piece, Store, TensorRecord, align_down, align_up
 
 RING_UNIT_BYTES = 24 * 2**20
@@ -737,8 +737,9 @@ class Trunk:
         failed = [False]
 
         def release(read: Read) -> None:
-            if failed[0]:
-                slots.give_back(slot_of.pop(id(read)))
+            slot = slot_of.pop(id(read), None) if failed[0] else None
+            if slot is not None:
+                slots.give_back(slot)
 
         try:
             fetch(self._scheduler, self._waiter, [read for read, *_ in jobs], release)
@@ -746,7 +747,7 @@ class Trunk:
             with self._condition:
                 failed[0] = True
                 for read, *_ in jobs:
-                    if read.state.value == "done" or self._scheduler.cancel(read):
+                    if read.state is State.DONE or self._scheduler.cancel(read):
                         slots.give_back(slot_of.pop(id(read)))
             raise
         for read, row0, slot, places in jobs:

@@ -70,6 +70,9 @@ class UringReader:
 
     def start(self, transfer: Transfer) -> None:
         """See Reader."""
+        if self._closed:
+            self._loop.call_soon(transfer.done, -errno.ECANCELED)
+            return
         # No more in flight than the completion queue surely holds: what overflows it is not seen by cq_ready.
         sqe = None if self._waiting or len(self._flying) >= self._capacity else liburing.io_uring_get_sqe(self._ring)
         if not sqe:

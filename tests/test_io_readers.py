@@ -443,3 +443,31 @@ def test_the_binding_loads_where_its_folder_may_not_be_written() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "io_uring", done.stderr
+
+
+def test_closing_ends_what_is_queued_with_an_error(io, path):
+    reader = FakeReader(io.loop)
+    house = House(io, reader, path, depth=1)
+    reader.faults = [times(1, "stuck")]
+    flying, queued = house.read(0, 10), house.read(4096, 10)
+    house.scheduler.submit([flying, queued])
+    while not reader.stuck:
+        pass
+    house.close()
+    [(read, error)] = house.wait(1)
+    assert read is queued
+    assert "closed" in str(error)
+    with pytest.raises(StorageError, match="closed"):
+        house.scheduler.submit([house.read(0, 10)])
+
+
+def test_a_wait_between_two_tries_that_outlives_the_reader_ends_in_an_error(io, path):
+    reader = FakeReader(io.loop)
+    house = House(io, reader, path, retry_wait=lambda n: 0.05)
+    reader.faults = [always(-errno.EAGAIN)]
+    house.scheduler.submit([house.read(0, 10)])
+    while not reader.started:
+        pass
+    house.close()
+    [(_, error)] = house.wait(1)
+    assert "closed" in str(error)

@@ -213,6 +213,21 @@ def test_rows_are_widened_rows_of_the_table_in_any_order_and_number(toy, store, 
                 service.trunk.rows("model.embed.weight", np.array([bad]))
 
 
+def test_rows_that_cannot_be_read_are_an_error_and_their_buffers_come_back(toy, store):
+    with open_io(store, plan(toy, store, 0), stuck_seconds=0.2) as service:
+        settle(service)
+        slots, ids = service.trunk._row_slots, np.arange(40)
+        for faults, word in (([times(40, -errno.EIO)], "EIO"), ([times(3, "stuck")], "stuck")):
+            service.fake.faults = faults
+            with pytest.raises(StorageError, match=word):
+                service.trunk.rows("model.embed.weight", ids)
+            service.fake.faults = []
+            service.trunk.rows("model.embed.weight", ids)
+            service.fake.release()
+            settle(service)
+            assert slots.free == slots.capacity
+
+
 # --- order ---
 
 
