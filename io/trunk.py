@@ -405,6 +405,9 @@ class Trunk:
         Raises StorageError, BudgetError.
         """
         self._load_vectors()
+        if self._row_slots is not None and self._row_slots.slot_bytes != self.plan.row_buffer_bytes:
+            self._row_slots.close()
+            self._row_slots = None
         if self.plan.row_buffer_bytes and self._row_slots is None:
             self._row_slots = SlotArena(self._pool, ROW_BUFFERS, self.plan.row_buffer_bytes, "row buffers")
         self._load_pinned(progress)

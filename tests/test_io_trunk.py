@@ -376,8 +376,10 @@ def test_a_resized_trunk_delivers_the_same_bytes_and_holds_what_its_plan_says(to
         cache = plan_cache(store, 0).total_bytes
         for budget in (2**40, 30_000, 0, 90_000):
             walk(service, toy)
-            service.trunk.resize(plan(toy, store, budget))
+            service.trunk.resize(plan(toy, store, budget, pinned_tables=toy.row_tables if budget > 50_000 else []))
             walk(service, toy)
+            rows = service.trunk.rows("model.embed.weight", np.array([3, 1]))
+            assert np.array_equal(rows, bf16(toy.tensors["model.embed.weight"])[[3, 1]])
             held = service.stats().pool.held_bytes
             assert held == service.trunk.plan.total_bytes - service.trunk.plan.vectors_bytes + cache
         with pytest.raises(ValueError, match="order"):
