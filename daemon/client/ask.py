@@ -62,6 +62,7 @@ def ask(
     if schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _read(schema)}}
     with connect(socket, url, token_file) as connection:
+        connection.wait_until_ready(lambda said: print(f"sluice: {said} ...", file=sys.stderr))
         answer = Answer()
         if as_json:
             for _ in ask_daemon(connection, body, answer):

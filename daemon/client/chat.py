@@ -72,6 +72,7 @@ def chat(
     )
     conversation = Conversation(system=system, fields=fields, show_thinking=show_thinking)
     with connect(socket, url, token_file) as connection:
+        connection.wait_until_ready(lambda said: print(f"sluice: {said} ...", file=sys.stderr))
         connection.get("/v1/models")  # say at once that nobody is there
         if as_json:
             _serve_lines(connection, conversation, sys.stdin, sys.stdout)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket as socket_module
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,28 @@ class Connection:
         except ValueError:
             raise DaemonRefused(f"{self.address}: {path} answered no JSON; is this a sluice daemon?") from None
 
+    def wait_until_ready(self, note: Callable[[str], None] = lambda text: None, pause_seconds: float = 0.5) -> None:
+        """Return when the daemon no longer loads: the first connection may be what started it.
+
+        note(text) is told once that it loads. A daemon that drains, or knows no such route, is left to refuse the
+        request itself. Raises DaemonUnreachable.
+        """
+        import httpx
+
+        told = False
+        while True:
+            self._knock()
+            try:
+                response = self._client.get("/health/ready")
+            except httpx.HTTPError as error:
+                raise self._unreachable(error) from error
+            if response.status_code != 503 or not _says_loading(response.content):
+                return
+            if not told:
+                note("the daemon is loading its model")
+                told = True
+            time.sleep(pause_seconds)
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Comment | dict[str, Any], None, None]:
         """POST a streaming request: comments and parsed data events until [DONE].
 
@@ -147,6 +170,14 @@ class Connection:
         else:
             what = f"the connection broke ({error or type(error).__name__})"
         return DaemonUnreachable(f"{self.address}: {what}")
+
+
+def _says_loading(body: bytes) -> bool:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and value.get("status") == "loading"
 
 
 def _refused(status: int, body: bytes) -> DaemonRefused:
