@@ -98,7 +98,11 @@ def _missing() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs")]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(1200),  # seven gigabytes are written first
+    pytest.mark.skipif(bool(_missing()), reason=_missing() or "runs"),
+]
 
 
 @pytest.fixture(scope="module")
