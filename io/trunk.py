@@ -377,7 +377,7 @@ class Trunk:
         self._pass = 0
         self._skip: frozenset[str] = frozenset()
         self._blocks = self._block_bytes = self._rows = 0
-        self._closed = False
+        self._closed = self._resizing = False
         self._adopt(plan)
 
     def _adopt(self, plan: TrunkPlan) -> None:
@@ -516,7 +516,7 @@ class Trunk:
 
     def _issue(self) -> None:
         """Read ahead as far as there are free slots, in the order of use, across the end of the pass."""
-        if self._ring is None or not self._streamed or self._closed:
+        if self._ring is None or not self._streamed or self._closed or self._resizing:
             return
         reads: list[Read] = []
         while True:
@@ -769,14 +769,19 @@ class Trunk:
         if [u.name for u in plan.order] != [u.name for u in self.plan.order]:
             raise ValueError("a new plan must keep the order")
         with self._condition:
-            self._realign()
-            ring = self._ring
-            if ring is not None:
-                # Reads of dropped entries still own their slots.
-                self._waiter.wait_until(lambda: ring.free == ring.capacity, self._dropped_reads)
-                ring.close()
-            self._ring = None
-            self._adopt(plan)
+            # Else each slot that comes back would at once be read into again, and the ring never stand still.
+            self._resizing = True
+            try:
+                self._realign()
+                ring = self._ring
+                if ring is not None:
+                    # Reads of dropped entries still own their slots.
+                    self._waiter.wait_until(lambda: ring.free == ring.capacity, self._dropped_reads)
+                    ring.close()
+                self._ring = None
+                self._adopt(plan)
+            finally:
+                self._resizing = False
         self.load()
 
     def stats(self) -> TrunkStats:

@@ -386,6 +386,18 @@ def test_a_resized_trunk_delivers_the_same_bytes_and_holds_what_its_plan_says(to
             service.trunk.resize(plan(toy, store, 0, order=toy.order[1:]))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_trunk_resized_while_it_reads_ahead_does_not_wait_for_ever(toy, store, seed):
+    with open_io(store, plan(toy, store, 0), seed=seed, delay=0.003, depth=1 + seed % 3) as service:
+        service.pool.raise_limit(2**30)
+        for budget in (20_000, 0):
+            service.trunk.begin_pass()
+            for _ in service.trunk.blocks(toy.order[0].name):
+                pass
+            service.trunk.resize(plan(toy, store, budget))
+        walk(service, toy)
+
+
 def test_closing_wakes_a_waiting_consumer(toy, store):
     service = open_io(store, plan(toy, store, 0))
     walk(service, toy)
