@@ -205,6 +205,11 @@ class IoService:
             self.experts.resize(cache_plan.cache_bytes)
         self.pool.raise_limit(needed)
 
+    @property
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that all reads are driven from; it runs in a thread of its own."""
+        return self._loop.loop
+
     def stats(self) -> IoStats:
         """A snapshot of everything. From any thread."""
         assert self._scheduler is not None
