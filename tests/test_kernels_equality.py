@@ -159,7 +159,7 @@ def test_kda(isa, seed, t, h, d, bounded):
 
 
 @FEW
-@given(SEEDS, KINDS, st.integers(0, 4), st.integers(1, 3), st.integers(1, 140), st.integers(0, 70), st.integers(0, 80))
+@given(SEEDS, KINDS, st.integers(0, 3), st.integers(1, 21), st.integers(1, 140), st.integers(0, 70), st.integers(0, 80))
 def test_latent_attention(isa, seed, kind, t, h, r, p, start):
     rng = np.random.default_rng(seed)
     q, cache = numbers(rng, (t, h, r + p), kind), numbers(rng, (start + t + 1, r + p), "normal")

@@ -94,7 +94,7 @@ def test_end_to_end_tells_resident_from_streamed_and_goes_on_without(monkeypatch
         }
 
     monkeypatch.setattr(bench, "run_model", run)
-    figures = list(bench.end_to_end_figures("m", 2, "auto", 64, 4))
+    figures = list(bench.end_to_end_figures("m", 2, "auto", 64, 4, []))
     assert [(f.name, f.value) for f in figures] == [
         ("prefill of 64, streamed", 32.0),
         ("decode, streamed", 2.0),
@@ -125,3 +125,9 @@ def test_numerics_compare_logits_of_the_same_question(monkeypatch):
 def test_what_the_machine_lacks_is_refused(isa, threads):
     with pytest.raises(PresetError, match="bench"):
         bench.bench(threads=threads, isa=isa, kernels_too=False)
+
+
+def test_the_floor_is_bytes_over_rates_and_unknown_without_them():
+    rates = [Figure(bench.TRUNK_RATE, 20.0, "GB/s"), Figure(bench.EXPERT_RATE, 10.0, "GB/s")]
+    assert bench.floor_seconds(int(40e9), int(5e9), rates) == pytest.approx(2.5)
+    assert bench.floor_seconds(1, 1, rates[:1]) is None

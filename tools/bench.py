@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 5
+TRUNK_RATE, EXPERT_RATE = "bf16 12288x7168, one row", "expert of 17.5 MB"
 LATENT, INNER, HIDDEN, WIDE = 3584, 3072, 7168, 12288  # K3's own widths (specification 2.2)
 
 
@@ -43,7 +44,7 @@ class Figure:
 
     @property
     def more_is_better(self) -> bool:
-        return self.unit not in ("us", "s", "error")
+        return self.unit not in ("us", "s", "error", "x floor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def bench(
     if numerics:
         sources.append(numeric_figures(model))
     if model is not None:
-        sources.append(end_to_end_figures(model, threads, isa, prompt, tokens))
+        sources.append(end_to_end_figures(model, threads, isa, prompt, tokens, report.figures))
     for source in sources:
         for figure in source:
             report.figures.append(figure)
@@ -249,7 +250,7 @@ def kernel_figures() -> Iterator[Figure]:
     x, slots, first = floats(1, LATENT), np.empty((1, LATENT), np.float32), np.zeros(1, np.int32)
     expert_bytes = sum(m.packed.nbytes + m.scales.nbytes for m in experts[0])
     act = kernels.Situ(4.0, 25.0)
-    for name, run in (("expert", kernels.expert_mlp), ("expert, int8 activations", kernels.expert_mlp_int8)):
+    for name, run in (("expert", kernels.expert_mlp), ("int8 expert", kernels.expert_mlp_int8)):
 
         def every(run: Any = run) -> None:
             for expert in experts:
@@ -387,8 +388,29 @@ def run_model(model: str, ids: Sequence[int], tokens: int, sets: Sequence[str], 
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def end_to_end_figures(model: str, threads: int | None, isa: str, prompt: int, tokens: int) -> Iterator[Figure]:
-    """Prefill and decode of one sequence: everything resident where it fits, and the trunk streamed."""
+def bytes_of_a_token(model: str) -> tuple[int, int]:
+    """Bytes that one decoded token multiplies with: trunk matrices with the head, and routed experts."""
+    from sluice.daemon.engine.assembly import read_model
+    from sluice.daemon.options import settings_from
+
+    files = read_model(settings_from(model=model))
+    trunk = sum(files.store.tensors[use.name].nbytes for use in files.binding.order)
+    chosen = files.config.num_experts_per_token
+    return trunk, sum(files.store.expert(layer, 0).nbytes * chosen for layer in files.config.moe_layers)
+
+
+def floor_seconds(trunk_bytes: int, expert_bytes: int, figures: Sequence[Figure]) -> float | None:
+    """The least a resident token can take at the kernel rates measured in this run; None without those."""
+    rates = {f.name: f.value * 1e9 for f in figures}
+    trunk, expert = rates.get(TRUNK_RATE), rates.get(EXPERT_RATE)
+    return None if trunk is None or expert is None else trunk_bytes / trunk + expert_bytes / expert
+
+
+def end_to_end_figures(
+    model: str, threads: int | None, isa: str, prompt: int, tokens: int, measured: Sequence[Figure]
+) -> Iterator[Figure]:
+    """Prefill and decode of one sequence: everything resident where it fits, and the trunk streamed. `measured`:
+    figures of this run so far, for the floor of a resident step."""
     from sluice.io.errors import SluiceError
 
     ids = [3 + 31 * i % 250 for i in range(prompt)]
@@ -407,6 +429,9 @@ def end_to_end_figures(model: str, threads: int | None, isa: str, prompt: int, t
         steps = timings["per_token"][1:] or timings["per_token"]  # the first step still fills caches
         if steps:
             yield Figure(f"decode, {name}", 1 / statistics.median(steps), "tokens/s")
+            floor = floor_seconds(*bytes_of_a_token(model), measured) if name == "resident" else None
+            if floor is not None:
+                yield Figure("decode, resident, against its floor", statistics.median(steps) / floor, "x floor")
         if report["io"]["elapsed_seconds"] > 0:
             yield Figure(
                 f"read from disk, {name}", report["io"]["bytes"] / report["io"]["elapsed_seconds"] / 1e9, "GB/s"

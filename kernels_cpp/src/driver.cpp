@@ -273,7 +273,8 @@ void mla_attention(const float* q, const float* cache, int64_t start, int64_t to
   Pool& pool = lease.pool();
   // Heads of one token go over the cache together, as many as leave every thread work and scratch small.
   int64_t positions = start + tokens;
-  int64_t group = std::min<int64_t>(16, std::max<int64_t>(1, (1 << 20) / positions));
+  int64_t group = std::min<int64_t>(48, std::max<int64_t>(8, (1 << 18) / positions));
+  group = std::min(group, std::max<int64_t>(1, (1 << 21) / positions));  // 8 MB of scores a thread at most
   group = std::min(group, std::max<int64_t>(4, ceil_div(tokens * heads, 2 * pool.size())));
   int64_t groups = ceil_div(heads, group);
   pool.reserve_workers(o.attend_scratch(group, positions, width) + 64);
