@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import resource
 import time
@@ -31,9 +32,9 @@ from sluice.daemon.model.state import state_bytes
 from sluice.daemon.service.autosize import nearest_preset, split_spare
 from sluice.daemon.service.limits import MemoryLimit, memory_limit, resident_bytes
 from sluice.daemon.service.plan import MemoryPlan
-from sluice.daemon.service.settings import Settings
+from sluice.daemon.service.settings import MemorySettings, Settings
 from sluice.io.errors import PresetError, StorageError, StoreError
-from sluice.io.experts import CachePlan, plan_cache
+from sluice.io.experts import CachePlan, plan_cache, read_counts
 from sluice.io.service import IoService, IoSettings, MakeReader
 from sluice.io.store import Store
 from sluice.io.trunk import TrunkPlan, plan_trunk
@@ -162,7 +163,7 @@ def plan_engine(files: ModelFiles, settings: Settings, limit: MemoryLimit | None
         if memory.expert_cache is None:
             cache_bytes = max(0, spare - max(trunk_bytes, least.total_bytes - least.vectors_bytes))
     trunk = _fit_trunk(files, settings, trunk_bytes)
-    cache = plan_cache(files.store, cache_bytes)
+    cache = plan_cache(files.store, cache_bytes, counts=known_counts(files, settings))
     terms = fixed | {
         "vectors": trunk.vectors_bytes,
         "pinned trunk": trunk.pinned_bytes,
@@ -205,6 +206,13 @@ def check_least(settings: Settings) -> None:
 def try_preset(name: str | None) -> str:
     """The remedy of a plan that does not fit."""
     return f"--preset {name} fits" if name else "no preset fits: more memory, or a shorter engine.context"
+
+
+def known_counts(files: ModelFiles, settings: Settings) -> NDArray[np.int64] | None:
+    """(layers, experts) uses that earlier runs counted; None where there are none. Raises StoreError for a file that is
+    not counts of this checkpoint."""
+    path = settings.memory.expert_counts
+    return read_counts(path, files.store) if path is not None and path.exists() else None
 
 
 def nearest_fitting_preset(files: ModelFiles) -> str | None:
@@ -365,7 +373,25 @@ def io_status(io: IoService) -> dict[str, object]:
     }
 
 
+REBALANCE_PASSES = 256
+"""How often the layers' shares of the cache follow what the counts say by now."""
 PRELOAD_LOOK_SECONDS = 0.2
+
+
+@contextlib.contextmanager
+def learned_experts(io: IoService, memory: MemorySettings) -> Iterator[None]:
+    """Take up the counts of earlier runs, pin the most used experts where that is asked for, and save the counts at
+    the end. Raises StoreError for counts of another checkpoint."""
+    path = memory.expert_counts
+    if path is not None and path.exists():
+        io.experts.load_counts(path)
+        if memory.pinned_experts:
+            io.experts.preload(io.experts.most_used(memory.pinned_experts), pin=True)
+    try:
+        yield
+    finally:
+        if path is not None:
+            io.experts.save_counts(path)
 
 
 def preload(io: IoService, files: ModelFiles, progress: Callable[[int, int], None]) -> None:
@@ -412,9 +438,12 @@ def running_engine(
     io_settings = IoSettings(
         backend=settings.io.backend, direct=settings.io.direct, depth=settings.io.depth, verify=settings.io.verify
     )
-    with IoService.open(
-        files.store, plan.trunk, plan.cache, io_settings, progress=progress, make_reader=make_reader
-    ) as io:
+    with (
+        IoService.open(
+            files.store, plan.trunk, plan.cache, io_settings, progress=progress, make_reader=make_reader
+        ) as io,
+        learned_experts(io, settings.memory),
+    ):
         if settings.memory.preload:
             preload(io, files, progress)
         network = Network(
@@ -427,8 +456,12 @@ def running_engine(
         )
         lookahead = LookaheadControl(settings.engine.lookahead, lambda: observed(io))
 
+        passes = itertools.count(1)
+
         def before_pass(rows: int) -> None:
             network.lookahead = lookahead.before_pass(rows)
+            if next(passes) % REBALANCE_PASSES == 0:
+                io.experts.rebalance()
 
         with Engine(network, engine_limits(settings), on_logits=on_logits, before_pass=before_pass) as engine:
             yield RunningEngine(engine, files, plan, io, system_fingerprint(files, settings))

@@ -332,6 +332,14 @@ class MemorySettings:
     )
     pin_head: bool = key(Boolean("true or false"), False, "hold lm_head; otherwise it is streamed like a layer")
     preload: bool = key(Boolean("true or false"), False, "fill the expert cache before READY, all drives in parallel")
+    expert_counts: Path | None = key(
+        _PATH, None, "file that counts the use of experts from run to run; layers' shares of the cache follow it"
+    )
+    pinned_experts: float = key(
+        Number("a number from 0 to 0.9", low=0.0, high=0.9),
+        0.0,
+        "share of the expert cache given for good to the experts that expert_counts saw most",
+    )
 
 
 @dataclass(frozen=True, slots=True)
