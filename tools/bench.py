@@ -88,6 +88,7 @@ def bench(
         sources.append(numeric_figures(model))
     if model is not None:
         sources.append(end_to_end_figures(model, threads, isa, prompt, tokens, report.figures))
+        sources.append(overlap_figures(model, threads, isa, tokens))
     for source in sources:
         for figure in source:
             report.figures.append(figure)
@@ -436,3 +437,24 @@ def end_to_end_figures(
             yield Figure(
                 f"read from disk, {name}", report["io"]["bytes"] / report["io"]["elapsed_seconds"] / 1e9, "GB/s"
             )
+
+
+def overlap_figures(model: str, threads: int | None, isa: str, tokens: int) -> Iterator[Figure]:
+    """A streamed decode beside the drives' rates of the same run (see `overlap`): nothing pinned, nothing cached."""
+    from sluice.io.errors import SluiceError
+    from sluice.tools.overlap import measure
+
+    try:
+        seen = measure(model, [f"compute.isa={isa}", "memory.trunk=0", "memory.expert_cache=0"], tokens, threads)
+    except SluiceError as error:
+        print(f"overlap: not measured: {error}", file=sys.stderr)
+        return
+    yield Figure("streamed token, bytes read", seen.read_bytes / 1e9, "GB")
+    yield Figure("streamed token, bytes read of bytes planned", seen.read_bytes / seen.planned_bytes, "x planned")
+    yield Figure("drives, in order", seen.sequential_gb_s, "GB/s")
+    yield Figure("drives, expert-sized at random", seen.random_gb_s, "GB/s")
+    yield Figure("streamed token, time over the drives' floor", seen.over_floor, "x floor")
+    yield Figure("streamed token, share of time with reads in flight", 100 * seen.flying_share, "%")
+    yield Figure("streamed token, share of time with cores busy", 100 * seen.busy_share, "%")
+    yield Figure("I/O loop, lag p99", 1e3 * seen.lag_p99_seconds, "ms")
+    yield Figure("peak memory of planned", seen.peak_rss_bytes / seen.plan_bytes, "x planned")

@@ -105,7 +105,7 @@ def summed_up(
     peak_rss: int,
 ) -> Overlap:
     """The figures from what was seen: one moment per token, loop lags, and the drives' rates around it."""
-    first, last, steps = moments[0], moments[-1], len(moments) - 1
+    first, last, steps = moments[0], moments[-1], max(1, len(moments) - 1)
     elapsed = last.at - first.at
     sequential = statistics.mean((before[0], after[0]))
     scattered = statistics.mean((before[1], after[1]))
@@ -119,7 +119,7 @@ def summed_up(
         seconds=statistics.median(b.at - a.at for a, b in itertools.pairwise(moments)),
         read_bytes=read,
         planned_bytes=plan.trunk.streamed_bytes_per_pass + experts + row,
-        floor_seconds=(read - of_experts) / (sequential * 1e9) + of_experts / (scattered * 1e9),
+        floor_seconds=_floor(read - of_experts, sequential) + _floor(of_experts, scattered),
         sequential_gb_s=sequential,
         random_gb_s=scattered,
         flying_share=(last.flying_seconds - first.flying_seconds) / elapsed,
@@ -130,9 +130,15 @@ def summed_up(
     )
 
 
+def _floor(read_bytes: float, gb_s: float) -> float:
+    """Seconds a drive of this rate needs; 0.0 where the rate is unknown."""
+    return read_bytes / (gb_s * 1e9) if gb_s else 0.0
+
+
 def drive_rates(files: ModelFiles, backend: str) -> tuple[float, float]:
     """GB/s of a bare reader on the model's own files, all drives together: 24 MiB in order, two in flight, and
-    expert-sized reads at random places, four in flight. Drives are told apart by their folder."""
+    expert-sized reads at random places, four in flight. Drives are told apart by their folder. 0.0 for a model whose
+    files are too small to measure with."""
     from sluice.io.rates import RateMeter
 
     largest: dict[str, tuple[int, Path]] = {}
@@ -155,7 +161,7 @@ class LoopLag:
         self._lags: list[float] = []
         self._stopped = False
         self._loop = io.event_loop
-        asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     async def _watch(self) -> None:
         while not self._stopped:
@@ -166,6 +172,7 @@ class LoopLag:
     def stop(self) -> list[float]:
         """The lags so far, in seconds."""
         self._stopped = True
+        self._watching.result(timeout=5.0)
         return self._lags
 
 
