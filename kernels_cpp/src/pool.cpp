@@ -165,7 +165,7 @@ void Pool::wake(int workers) {
 }
 
 void Pool::run(const Phase* phases, int count, int width) {
-  width = width <= 0 || width > size_ ? size_ : width;
+  width = width <= 0 || width > size() ? size() : width;
   phases_ = phases;
   phase_count_ = count;
   width_ = width;

@@ -80,8 +80,8 @@ class Pool {
 
   std::mutex mutex_;
   std::vector<std::thread> threads_;
-  int size_ = 1;
-  int spin_us_ = 30;
+  std::atomic<int> size_{1};
+  std::atomic<int> spin_us_{50};
   std::unique_ptr<Scratch[]> worker_;
   Scratch shared_[8];
 

@@ -681,17 +681,30 @@ inline void mix(int64_t count, int64_t n, C coefficient, R row, float* out, V di
 }
 
 template <class W>
+inline V widen_part(const unsigned char* p, int64_t n) {
+  if (n == kWidth) return W::widen(p);
+  alignas(64) unsigned char last[kWidth * W::kBytes] = {};
+  copy_bytes(last, p, n * W::kBytes);
+  return W::widen(last);
+}
+
+// Row by row, as the weights lie in memory; four rows share one trip of the sums, which stay in L1.
+template <class W>
 inline void absorb_of(const float* q, int64_t n, const Matrix& w, int64_t row0, float* out) {
-  mix(
-      n, w.cols, [&](int64_t i) { return q[i]; },
-      [&](int64_t i, int64_t c, int64_t count) {
-        const unsigned char* p = w.data + ((row0 + i) * w.cols + c) * W::kBytes;
-        if (count == kWidth) return W::widen(p);
-        alignas(64) unsigned char last[kWidth * W::kBytes] = {};
-        copy_bytes(last, p, count * W::kBytes);
-        return W::widen(last);
-      },
-      out, set1(1.0f));  // dividing by one changes nothing
+  constexpr int kRows = 4;
+  for (int64_t c = 0; c < w.cols; ++c) out[c] = 0.0f;
+  for (int64_t i = 0; i < n; i += kRows) {
+    int rows = int(least(kRows, n - i));
+    const unsigned char* p = w.data + (row0 + i) * w.cols * W::kBytes;
+    V factor[kRows];
+    for (int r = 0; r < kRows; ++r) factor[r] = set1(r < rows ? q[i + r] : 0.0f);
+    for (int64_t c = 0; c < w.cols; c += kWidth) {
+      int64_t m = least(kWidth, w.cols - c);
+      V sum = load_n(out + c, m);
+      for (int r = 0; r < rows; ++r) sum = fma(factor[r], widen_part<W>(p + (r * w.cols + c) * W::kBytes, m), sum);
+      store_n(out + c, sum, m);
+    }
+  }
 }
 
 void absorb(const float* q, int64_t n, const Matrix* w, int64_t row0, float* out) {
