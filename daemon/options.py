@@ -18,7 +18,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of se
 Sets = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be given several times.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Compute threads (default: physical cores).", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
-Socket = Annotated[Path | None, typer.Option("--socket", help="The Unix socket.")]
+Socket = Annotated[Path | None, typer.Option("--socket", help="The Unix socket.", readable=False)]
 
 
 def settings_from(

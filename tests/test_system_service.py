@@ -255,7 +255,7 @@ def test_a_second_instance_names_the_first(service: Machine) -> None:
 def test_people_use_the_command_line_and_doctor_finds_nothing_wrong(service: Machine) -> None:
     asked = [PROGRAM, "ask", "--socket", SOCKET, "--max-tokens", "4", "Hello"]
     service.run(*asked, user="ann", seconds=120)
-    service.run(*asked, user="bob", code=5)
+    assert "you may not ask" in service.run(*asked, user="bob", code=5)
     found = json.loads(service.run(PROGRAM, "doctor", "--json", seconds=120))
     texts = [finding["text"] for finding in found["findings"]]
     assert any(text.startswith("sluice.service is active: serving model") for text in texts)

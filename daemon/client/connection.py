@@ -142,6 +142,10 @@ class Connection:
             probe.settimeout(CONNECT_SECONDS)
             try:
                 probe.connect(self._socket)
+            except PermissionError:
+                raise DaemonUnreachable(
+                    f"{self.address}: you may not ask this daemon; its group may (usermod -aG sluice NAME)"
+                ) from None
             except OSError as error:
                 raise self._nobody(error.strerror or str(error)) from None
 
