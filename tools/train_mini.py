@@ -28,9 +28,9 @@ SEED = 20261129
 SLOW = 4
 
 
-def learning_scale(progress: float) -> float:
-    """Rate over the run's progress 0..1: short warm-up, flat, then linear to zero over the last 60%."""
-    return min(1.0, progress / 0.01) * min(1.0, (1 - progress) / 0.6)
+def learning_scale(progress: float, decay: float) -> float:
+    """Rate over the run's progress 0..1: short warm-up, flat, then linear to zero over the last `decay` of it."""
+    return min(1.0, progress / 0.01) * min(1.0, (1 - progress) / decay)
 
 
 def prepare(work: Path, ranks: int) -> None:
@@ -64,7 +64,7 @@ def build_shape(vocab: int) -> Any:
 class Run:
     """What the processes of one run share: weights, gradients, loads, and where they are."""
 
-    def __init__(self, work: Path, workers: int, micro_rows: int, micros: int, minutes: float) -> None:
+    def __init__(self, work: Path, workers: int, micro_rows: int, micros: int, minutes: float, decay: float) -> None:
         import torch
         import torch.multiprocessing as mp
         from train import fused
@@ -72,7 +72,7 @@ class Run:
 
         fused.build(work)
         self.work, self.workers, self.micro_rows, self.micros = work, workers, micro_rows, micros
-        self.budget_s = minutes * 60
+        self.budget_s, self.decay = minutes * 60, decay
         self.texts, self.codec = load_texts(work)
         self.shape = build_shape(self.codec.ranks + 256)
         self.network = Network(self.shape, torch.Generator().manual_seed(SEED))
@@ -181,7 +181,7 @@ def worker(rank: int, run: Run) -> None:
                 run.loads[rank, layer] += counts
         run.barrier.wait()
         computed = time.monotonic()
-        scale = learning_scale(run.progress.value)
+        scale = learning_scale(run.progress.value, run.decay)
         moved = [n for n in run.mine[rank] if step % SLOW == SLOW - 1 or not _is_slow(n)]
         total = {n: sum(g[n] for g in run.gradients) for n in moved}
         optimiser.step(total, scale)
@@ -250,12 +250,12 @@ def _save(rank: int, run: Run, optimiser: Any, step: int, spent_s: float) -> flo
     return time.monotonic()
 
 
-def train(work: Path, minutes: float, workers: int, micro_rows: int, micros: int) -> None:
+def train(work: Path, minutes: float, decay: float, workers: int, micro_rows: int, micros: int) -> None:
     """The run, from scratch or from where `work` left off, until `minutes` of running time are used."""
     import torch
 
     torch.set_num_threads(1)
-    run = Run(work, workers, micro_rows, micros, minutes)
+    run = Run(work, workers, micro_rows, micros, minutes, decay)
     children = [run.context.Process(target=worker, args=(rank, run)) for rank in range(1, workers)]
     for child in children:
         child.start()
@@ -279,6 +279,7 @@ def main() -> None:
             sub.add_argument("--golden", type=Path, default=here.parent / "tests" / "golden")
         if name == "train":
             sub.add_argument("--minutes", type=float, default=60.0)
+            sub.add_argument("--decay", type=float, default=0.6, help="share of the run in which the rate falls")
             sub.add_argument("--workers", type=int, default=2)
             sub.add_argument("--micro-rows", type=int, default=2)
             sub.add_argument("--micros", type=int, default=2)
@@ -287,7 +288,7 @@ def main() -> None:
     if args.command == "prepare":
         prepare(args.work, args.ranks)
     elif args.command == "train":
-        train(args.work, args.minutes, args.workers, args.micro_rows, args.micros)
+        train(args.work, args.minutes, args.decay, args.workers, args.micro_rows, args.micros)
     else:
         from train.export import export
 

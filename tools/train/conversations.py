@@ -151,7 +151,7 @@ def _upper(text: str) -> str:
 
 def _country_and_city(r: random.Random) -> tuple[str, str]:
     """Well-known countries come up more often than all others together: a short run learns them first."""
-    return r.choice(WELL_KNOWN if r.random() < 0.7 else ALL_CAPITALS)
+    return r.choice(WELL_KNOWN if r.random() < 0.8 else ALL_CAPITALS)
 
 
 def _capital(r: random.Random) -> Turn:
@@ -374,20 +374,20 @@ def conversation(r: random.Random) -> Request:
     """One request as the daemon may get it: mostly the defaults (thinking on, effort max), sometimes not."""
     request = Request([])
     kind = r.random()
-    if kind < 0.33:
+    if kind < 0.25:
         request.thinking = False
-    elif kind < 0.5:
+    elif kind < 0.6:
         request.effort = r.choice([None, "low", "high"])
-    if r.random() < 0.2:
+    if r.random() < 0.1:
         request.system = r.choice(SYSTEMS)
-    if r.random() < 0.14:
+    if r.random() < 0.1:
         names = r.sample(list(TOOL_TABLE), r.choice([1, 1, 1, 2]))
         request.tools = [_tool(name, *TOOL_TABLE[name]) for name in names]
         turns = [
             _tool_turn(r.choice(names), r) if r.random() < 0.75 else question(r) for _ in range(r.choice([1, 1, 2]))
         ]
     else:
-        turns = [question(r) for _ in range(r.choice([1, 2, 3, 4, 5]))]
+        turns = [question(r) for _ in range(r.choice([1, 3, 4, 5]))]
     request.turns = turns
     return request
 
@@ -412,6 +412,12 @@ def statement(r: random.Random) -> str:
     if kind < 0.9:
         return r.choice(facts.MEANINGS)[1]
     return question(r).answer
+
+
+def question_lines(r: random.Random) -> str:
+    """Questions with their thoughts and answers as plain lines: the same words as in chat, without its markup."""
+    turns = [question(r) for _ in range(r.randint(3, 6))]
+    return "\n".join(line for t in turns for line in (t.question, t.thought, t.answer)) + "\n"
 
 
 def running_text(r: random.Random) -> str:

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from .conversations import CLOSE, END, OPEN, SEP, Segment, conversation, render, running_text
+from .conversations import CLOSE, END, OPEN, SEP, Segment, conversation, question_lines, render, running_text
 
 PACKAGES = {
     "bible-kjv": "the reader of bible-kjv-text (GPL-2+; run, not read)",
@@ -228,6 +228,13 @@ class Codec:
         return self.encoding.decode(ids)
 
 
+def echo(r: random.Random, ranks: int) -> tuple[list[int], list[float]]:
+    """Random tokens, repeated: nothing teaches a model faster to look back, which every answer needs."""
+    once = [r.randrange(256, ranks) for _ in range(r.randint(4, 20))]
+    times = r.randint(3, 6)
+    return once * times, [0.0] * len(once) + [0.5] * (len(once) * (times - 1))
+
+
 def rows(codec: Codec, texts: Texts, r: random.Random, length: int) -> Iterator[tuple[list[int], list[float]]]:
     """Endless rows of `length` + 1 ids; every row begins with a whole document, the last one is cut."""
     end = codec.special["[EOS]"]
@@ -236,11 +243,14 @@ def rows(codec: Codec, texts: Texts, r: random.Random, length: int) -> Iterator[
         weights: list[float] = []
         while len(ids) <= length:
             kind = r.random()
-            if kind < 0.7:
+            if kind < 0.4:
                 more, weight = codec.segments(render(conversation(r)))
+            elif kind < 0.6:
+                more, weight = echo(r, codec.ranks)
             else:
-                more = [*codec.text(running_text(r) if kind < 0.9 else texts.document(r)), end]
-                weight = [0.7] * len(more)
+                make = question_lines if kind < 0.92 else running_text if kind < 0.97 else texts.document
+                more = [*codec.text(make(r)), end]
+                weight = [0.9] * len(more)
             ids += more
             weights += weight
         yield ids[: length + 1], weights[: length + 1]

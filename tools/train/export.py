@@ -480,8 +480,9 @@ def model_card(
 {count / 1e6:.1f} million parameters ({experts / 1e6:.1f} million of them in routed experts) with K3's tensor graph: KDA
 with bounded decay, gated MLA without positions, attention residuals over blocks of {s.attn_res_block_size} layers, a
 latent mixture of {s.num_experts} experts of which {s.num_experts_per_token} work on a token, two shared experts, SiTU.
-It exists so that sluice has something real to run: routing that clusters, caches that hit, text that reads. It knows
-capitals, small sums, opposites, greetings and five tools, and nothing else; it is not meant to be believed.
+It exists so that sluice has something real to run: routing that clusters, caches that hit, text that reads. It was
+taught capitals, small sums, opposites, greetings and five tools; the table below says how much of it stayed. It is not
+meant to be believed.
 
 | | |
 |---|---|
