@@ -42,7 +42,6 @@ def serve(
         read_model,
         try_preset,
     )
-    from sluice.daemon.process import Daemon
     from sluice.daemon.service.lock import lock_store
     from sluice.daemon.service.log import setup_logging
     from sluice.daemon.service.process import raise_open_files
@@ -56,6 +55,8 @@ def serve(
     setup_logging(settings.log)
     raise_open_files()
     check_least(settings)
+    from sluice.daemon.process import Daemon  # the HTTP surface takes half a second: not for a start that is refused
+
     files = read_model(settings)
     plan = plan_engine(files, settings)
     if plan.memory.short_bytes:

@@ -205,7 +205,7 @@ def check_least(settings: Settings) -> None:
 
 def try_preset(name: str | None) -> str:
     """The remedy of a plan that does not fit."""
-    return f"--preset {name} fits" if name else "no preset fits: more memory, or a shorter engine.context"
+    return f"--preset {name} fits as it stands" if name else "no preset fits: more memory, or a shorter engine.context"
 
 
 def known_counts(files: ModelFiles, settings: Settings) -> NDArray[np.int64] | None:
