@@ -162,7 +162,9 @@ def plan_engine(files: ModelFiles, settings: Settings, limit: MemoryLimit | None
         trunk_bytes = memory.trunk
         if memory.expert_cache is None:
             cache_bytes = max(0, spare - max(trunk_bytes, least.total_bytes - least.vectors_bytes))
-    trunk = _fit_trunk(files, settings, trunk_bytes)
+    # All of it needs less than its units one by one, which is how a part of it is chosen: they share pages.
+    all_fits = trunk_bytes >= everything.total_bytes - everything.vectors_bytes
+    trunk = everything if all_fits else _fit_trunk(files, settings, trunk_bytes)
     cache = plan_cache(files.store, cache_bytes, counts=known_counts(files, settings))
     terms = fixed | {
         "vectors": trunk.vectors_bytes,
