@@ -246,10 +246,19 @@ def _plan_trunk(files: ModelFiles, settings: Settings, budget: int) -> TrunkPlan
 
 
 def _fit_trunk(files: ModelFiles, settings: Settings, budget: int) -> TrunkPlan:
-    """The plan whose pinned part and ring together stay within `budget` bytes, or the smallest there is."""
-    plan = _plan_trunk(files, settings, budget)
-    over = plan.pinned_bytes + plan.ring_bytes + plan.rows_bytes - budget
-    return _plan_trunk(files, settings, max(0, budget - plan.ring_bytes - plan.rows_bytes)) if over > 0 else plan
+    """A plan whose pinned part, ring and row buffers together stay within `budget` bytes, or the smallest there is.
+
+    The ring's size follows from what streams, which follows from what is pinned: each try takes off what the last
+    one was over.
+    """
+    pinned = budget
+    for _ in range(8):
+        plan = _plan_trunk(files, settings, pinned)
+        over = plan.pinned_bytes + plan.ring_bytes + plan.rows_bytes - budget
+        if over <= 0:
+            return plan
+        pinned = max(0, pinned - over)
+    return _plan_trunk(files, settings, 0)
 
 
 def engine_limits(settings: Settings) -> EngineLimits:
