@@ -457,4 +457,4 @@ def overlap_figures(model: str, threads: int | None, isa: str, tokens: int) -> I
     yield Figure("streamed token, share of time with reads in flight", 100 * seen.flying_share, "%")
     yield Figure("streamed token, share of time with cores busy", 100 * seen.busy_share, "%")
     yield Figure("I/O loop, lag p99", 1e3 * seen.lag_p99_seconds, "ms")
-    yield Figure("peak memory of planned", seen.peak_rss_bytes / seen.plan_bytes, "x planned")
+    yield Figure("streamed, memory held of planned", seen.resident_bytes / seen.plan_bytes, "x planned")

@@ -29,7 +29,8 @@ LAG_TICK_SECONDS = 0.005
 class Overlap:
     """One streamed decode. Seconds and bytes are per token. flying_share: of the time, with a read in flight.
     busy_share: processor time of the process over time x threads. lag_p99_seconds: how late the I/O loop's timer
-    came. planned_bytes: what the plan says a token reads, without luck in the cache."""
+    came. planned_bytes: what the plan says a token reads, without luck in the cache. resident_bytes: the most that was
+    seen at a token's end (of the whole process, which may have measured other things before)."""
 
     tokens: int
     seconds: float
@@ -42,7 +43,7 @@ class Overlap:
     busy_share: float
     lag_p99_seconds: float
     plan_bytes: int
-    peak_rss_bytes: int
+    resident_bytes: int
 
     @property
     def over_floor(self) -> float:
@@ -55,6 +56,7 @@ class _Moment:
     read_bytes: int
     flying_seconds: float
     processor_seconds: float
+    resident_bytes: int
 
 
 def measure(model: str, overrides: Sequence[str], tokens: int, threads: int | None = None) -> Overlap:
@@ -64,7 +66,6 @@ def measure(model: str, overrides: Sequence[str], tokens: int, threads: int | No
     """
     from sluice.daemon.engine.assembly import (
         configure_compute,
-        peak_rss_bytes,
         plan_engine,
         read_model,
         running_engine,
@@ -91,7 +92,7 @@ def measure(model: str, overrides: Sequence[str], tokens: int, threads: int | No
                 raise event
         lags = lag.stop()
     after = drive_rates(files, settings.io.backend)
-    return summed_up(moments, lags, files, plan, before, after, settings.compute.threads or _cores(), peak_rss_bytes())
+    return summed_up(moments, lags, files, plan, before, after, settings.compute.threads or _cores())
 
 
 def summed_up(
@@ -102,7 +103,6 @@ def summed_up(
     before: tuple[float, float],
     after: tuple[float, float],
     threads: int,
-    peak_rss: int,
 ) -> Overlap:
     """The figures from what was seen: one moment per token, loop lags, and the drives' rates around it."""
     first, last, steps = moments[0], moments[-1], max(1, len(moments) - 1)
@@ -126,7 +126,7 @@ def summed_up(
         busy_share=(last.processor_seconds - first.processor_seconds) / (elapsed * threads),
         lag_p99_seconds=sorted(lags)[int(len(lags) * 0.99)] if lags else 0.0,
         plan_bytes=plan.memory.total,
-        peak_rss_bytes=peak_rss,
+        resident_bytes=max(moment.resident_bytes for moment in moments),
     )
 
 
@@ -178,7 +178,10 @@ class LoopLag:
 
 def _moment(running: RunningEngine) -> _Moment:
     stats = running.io.stats().scheduler
-    return _Moment(time.perf_counter(), stats.read_bytes, stats.flying_seconds, time.process_time())
+    from sluice.daemon.service.limits import resident_bytes
+
+    now, used = time.perf_counter(), time.process_time()
+    return _Moment(now, stats.read_bytes, stats.flying_seconds, used, resident_bytes())
 
 
 def _cores() -> int:

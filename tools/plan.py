@@ -64,7 +64,8 @@ def plan(
         )
     else:
         show(files, made, reads, gain)
-    made.memory.check(remedy(files))
+    if made.memory.short_bytes:  # looking for a preset that fits costs seconds on a large model
+        made.memory.check(remedy(files))
 
 
 def token_reads(files: ModelFiles, made: EnginePlan) -> TokenReads:
