@@ -16,8 +16,9 @@ from sluice.daemon.api.access import access_from
 from sluice.daemon.api.app import create_app
 from sluice.daemon.api.served import ServedModel
 from sluice.daemon.api.server import HttpServer
-from sluice.daemon.engine.assembly import EnginePlan, ModelFiles, RunningEngine, engine_limits, running_engine
+from sluice.daemon.engine.assembly import RunningEngine, engine_limits, running_engine
 from sluice.daemon.engine.client import LoopClient
+from sluice.daemon.engine.planning import EnginePlan, ModelFiles
 from sluice.daemon.service.lifecycle import Hooks, Lifecycle, State, install_signals
 from sluice.daemon.service.log import setup_logging
 from sluice.daemon.service.notify import Notifier, ProgressWatch, watchdog_seconds

@@ -96,7 +96,8 @@ def generate(
 
     from sluice.daemon.chat.detokenizer import Detokenizer
     from sluice.daemon.chat.tokenizer import load_tokenizer
-    from sluice.daemon.engine.assembly import configure_compute, plan_engine, read_model, running_engine
+    from sluice.daemon.engine.assembly import configure_compute, running_engine
+    from sluice.daemon.engine.planning import plan_engine, read_model
     from sluice.daemon.engine.requests import Event, Finished, GenerationRequest, Token
     from sluice.daemon.engine.trace import RouteTrace
     from sluice.io.files import write_atomically

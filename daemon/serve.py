@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from socket import socket as Listener
 
     from sluice.daemon.api.served import ServedModel
-    from sluice.daemon.engine.assembly import ModelFiles
+    from sluice.daemon.engine.planning import ModelFiles
     from sluice.daemon.service.settings import Settings
 
 
@@ -34,14 +34,8 @@ def serve(
     """Serve a model over a Unix socket until told to stop."""
     import uvloop
 
-    from sluice.daemon.engine.assembly import (
-        check_least,
-        configure_compute,
-        nearest_fitting_preset,
-        plan_engine,
-        read_model,
-        try_preset,
-    )
+    from sluice.daemon.engine.assembly import configure_compute
+    from sluice.daemon.engine.planning import check_least, nearest_fitting_preset, plan_engine, read_model, try_preset
     from sluice.daemon.service.lock import lock_store
     from sluice.daemon.service.log import setup_logging
     from sluice.daemon.service.process import raise_open_files
@@ -73,7 +67,7 @@ def served_model(files: ModelFiles, settings: Settings) -> ServedModel:
     from sluice.daemon.api.served import ServedModel
     from sluice.daemon.chat.constraint import Constrainer
     from sluice.daemon.chat.tokenizer import load_tokenizer
-    from sluice.daemon.engine.assembly import system_fingerprint
+    from sluice.daemon.engine.planning import system_fingerprint
 
     tokenizer = load_tokenizer(files.folder, files.config.vocab_size, chat=False)
     constrainer = None if tokenizer.markers is None else Constrainer(tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.whole_engine import settings_for
 
-from sluice.daemon.engine.assembly import plan_engine, read_model
+from sluice.daemon.engine.planning import plan_engine, read_model
 from sluice.daemon.service.limits import MemoryLimit
 from sluice.io.errors import BudgetError
 

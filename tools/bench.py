@@ -391,7 +391,7 @@ def run_model(model: str, ids: Sequence[int], tokens: int, sets: Sequence[str], 
 
 def bytes_of_a_token(model: str) -> tuple[int, int]:
     """Bytes that one decoded token multiplies with: trunk matrices with the head, and routed experts."""
-    from sluice.daemon.engine.assembly import read_model
+    from sluice.daemon.engine.planning import read_model
     from sluice.daemon.options import settings_from
 
     files = read_model(settings_from(model=model))

@@ -24,7 +24,7 @@ from sluice.io.errors import BudgetError, PresetError, SluiceError, StoreError
 from sluice.tools import probe, published
 
 if TYPE_CHECKING:
-    from sluice.daemon.engine.assembly import ModelFiles
+    from sluice.daemon.engine.planning import ModelFiles
     from sluice.daemon.service.settings import Settings
 
 CONFIGURATION, PLAN, DATA = 2, 3, 4
@@ -332,7 +332,7 @@ def model_findings(
     settings: Settings, deep: bool, say: Callable[[str], None]
 ) -> tuple[list[Finding], ModelFiles | None]:
     """The checkpoint, from its files to every tensor of every layer and expert; and the model, if it opens."""
-    from sluice.daemon.engine.assembly import read_model, resolve_model
+    from sluice.daemon.engine.planning import read_model, resolve_model
 
     try:
         path = resolve_model(settings)
@@ -363,7 +363,7 @@ def model_findings(
 
 def plan_findings(settings: Settings, files: ModelFiles) -> Iterator[Finding]:
     """Whether the memory plan fits, and the largest preset that does."""
-    from sluice.daemon.engine.assembly import plan_engine
+    from sluice.daemon.engine.planning import plan_engine
     from sluice.daemon.service.autosize import nearest_preset
     from sluice.daemon.service.limits import memory_limit
 

@@ -192,7 +192,7 @@ def run_commands() -> None:
 
 def _check_plan(settings: Settings) -> str:
     """One line about the memory plan, or raises BudgetError/StoreError as `sluice serve` would at start."""
-    from sluice.daemon.engine.assembly import plan_engine, read_model
+    from sluice.daemon.engine.planning import plan_engine, read_model
 
     plan = plan_engine(read_model(settings), settings).memory
     plan.check("choose a smaller --preset, or --no-check to install anyway")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice.daemon.engine.assembly import EnginePlan, ModelFiles, RunningEngine
+    from sluice.daemon.engine.assembly import RunningEngine
+    from sluice.daemon.engine.planning import EnginePlan, ModelFiles
     from sluice.io.service import IoService
 
 MIB = 2**20
@@ -64,12 +65,8 @@ def measure(model: str, overrides: Sequence[str], tokens: int, threads: int | No
 
     Raises SluiceError: no model, a plan that does not fit, a drive that fails.
     """
-    from sluice.daemon.engine.assembly import (
-        configure_compute,
-        plan_engine,
-        read_model,
-        running_engine,
-    )
+    from sluice.daemon.engine.assembly import configure_compute, running_engine
+    from sluice.daemon.engine.planning import plan_engine, read_model
     from sluice.daemon.engine.requests import GenerationRequest, Sampling
     from sluice.daemon.service.settings import load_settings
     from sluice.io.errors import SluiceError

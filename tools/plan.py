@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sluice.daemon.options import Config, Json, Model, Preset, Sets, settings_from
 
 if TYPE_CHECKING:
-    from sluice.daemon.engine.assembly import EnginePlan, ModelFiles
+    from sluice.daemon.engine.planning import EnginePlan, ModelFiles
     from sluice.daemon.service.settings import Settings
 
 REUSE_OF_PREVIOUS_TOKEN = 0.295
@@ -41,7 +41,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the memory plan of a model under a preset, and what each further gigabyte would buy."""
-    from sluice.daemon.engine.assembly import plan_engine, read_model
+    from sluice.daemon.engine.planning import plan_engine, read_model
 
     settings = settings_from(model, preset, config, sets)
     files = read_model(settings)
@@ -87,7 +87,7 @@ def token_reads(files: ModelFiles, made: EnginePlan) -> TokenReads:
 
 def next_gigabyte(files: ModelFiles, settings: Settings, made: EnginePlan) -> int:
     """Bytes per token that one GiB more of memory would save from reading."""
-    from sluice.daemon.engine.assembly import plan_engine
+    from sluice.daemon.engine.planning import plan_engine
     from sluice.daemon.service.limits import MemoryLimit
 
     limit = made.memory.limit
@@ -98,7 +98,7 @@ def next_gigabyte(files: ModelFiles, settings: Settings, made: EnginePlan) -> in
 
 def remedy(files: ModelFiles) -> str:
     """What to do about a plan that does not fit: the nearest preset that does, or fewer tokens of context."""
-    from sluice.daemon.engine.assembly import nearest_fitting_preset
+    from sluice.daemon.engine.planning import nearest_fitting_preset
 
     preset = nearest_fitting_preset(files)
     if preset is not None:

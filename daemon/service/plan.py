@@ -1,6 +1,6 @@
 """The memory plan as a value: named terms, their sum, and the promise that it fits.
 
-What each term is computed from is the business of whoever knows it (`engine.assembly`); here they are
+What each term is computed from is the business of whoever knows it (`engine.planning`); here they are
 added, compared with the limit, printed and exported.
 """
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.daemon.engine.assembly import RunningEngine, plan_engine, read_model, running_engine
+from sluice.daemon.engine.assembly import RunningEngine, running_engine
+from sluice.daemon.engine.planning import plan_engine, read_model
 from sluice.daemon.engine.requests import Finished, GenerationRequest, Sampling, Token
 from sluice.daemon.service.settings import Settings, load_settings
 from sluice.io.errors import SluiceError
