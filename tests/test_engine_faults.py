@@ -11,6 +11,7 @@ from helpers.fake_reader import FakeReader, always, by_seed, times
 from helpers.whole_engine import engine, fingerprint, start
 
 from sluice.io.errors import StorageError
+from sluice.tools.pack import pack
 
 PROMPT = [5, 77, 310, 9, 42]
 STREAMED = ("memory.trunk=0B", "memory.expert_cache=0B", "engine.max_sequences=3")
@@ -95,6 +96,24 @@ def test_a_broken_expert_ends_only_the_requests_that_need_it(tiny_checkpoint, ex
         # The drive comes back, and so does the request.
         made.reader.faults.clear()
         start(running, [other], 1).result()
+        assert fingerprint(running, PROMPT) == expected
+
+
+def test_wrong_bytes_of_a_packed_store_never_become_a_token(tiny_checkpoint, expected, tmp_path):
+    """Every read of expert files comes back with one bit turned: the checksum sees it, once and again, and the request
+    ends with a typed error; with one wrong read only, the retry gives the right bits."""
+    pack(out=[tmp_path / "a", tmp_path / "b"], model=tiny_checkpoint, rates="2,1")
+    made = Made()
+    with engine(tmp_path / "a", *STREAMED, "io.verify=always", make_reader=made) as running:
+        assert fingerprint(running, PROMPT) == expected
+        made.reader.faults.append(times(1, "flip"))
+        assert fingerprint(running, PROMPT) == expected
+        experts = {file.fd for file in running.io._files if "experts" in file.path.name}
+        made.reader.faults = [always("flip", lambda t: t.fd in experts)]
+        with pytest.raises(StorageError) as caught:
+            start(running, PROMPT, 3).result()
+        assert caught.value.expert is not None
+        made.reader.faults.clear()
         assert fingerprint(running, PROMPT) == expected
 
 
