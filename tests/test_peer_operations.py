@@ -174,7 +174,7 @@ def test_a_latent_mixture_with_its_shared_expert_to_the_scale_of_its_output() ->
 
 
 @pytest.mark.parametrize("name", ["layer_kda", "layer_mla"])
-def test_a_whole_decoder_layer_and_its_bank_to_the_scale_of_its_output(name: str) -> None:
+def test_a_whole_decoder_layer_and_its_bank(name: str) -> None:
     f = peer.operation(name)
     config, layer = tiny_config(), f["layer_idx"]
     trunk = trunk_of(peer.operation_tensors(f), layer)
@@ -185,6 +185,6 @@ def test_a_whole_decoder_layer_and_its_bank_to_the_scale_of_its_output(name: str
     scratch.residual.bank[:2] = f["block_residual_in"].transpose(1, 0, 2)
     w = weights.layer_weights(config, trunk, "", layer)
     blocks = run(w, rows, scratch, 2, lambda failed, error: pytest.fail(str(error)))
-    peer.close_to_scale(scratch.residual.p, f["out"])
+    close(scratch.residual.p, f["out"])
     assert blocks == f["block_residual_out"].shape[1]
     close(scratch.residual.bank[:blocks].transpose(1, 0, 2), f["block_residual_out"])

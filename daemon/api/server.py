@@ -299,16 +299,3 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     return condition()
-
-
-async def serve_app(
-    app: Starlette, sockets: Sequence[socket.socket], *, stop: asyncio.Event, drain_seconds: float = 60.0
-) -> None:
-    """Serve until `stop` is set, then drain and end. For callers that need no finer control."""
-    server = HttpServer(app, sockets, drain_seconds=drain_seconds)
-    await server.start()
-    try:
-        await stop.wait()
-        await server.drain()
-    finally:
-        await server.stop()

@@ -398,7 +398,7 @@ class EngineSettings:
     trunk: str = key(
         Choice("exact or int8", words=("exact", "int8")),
         "exact",
-        "int8 halves the trunk and changes numerics and fingerprint",
+        "exact: the weights as stored; int8 is not available yet and is refused",
     )
 
 
@@ -437,7 +437,7 @@ class ServerSettings:
 class SessionSettings:
     """State snapshots on disk."""
 
-    dir: Path | None = key(_PATH, None, "folder for snapshots; empty: memory only")
+    dir: Path | None = key(_PATH, None, "folder for snapshots; not available yet: a folder is refused")
     quota: int = key(Size("0 to 1PiB"), 8 * GIB, "bytes the folder may hold; the oldest go first")
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -108,8 +108,3 @@ def run_json(model: Path, *arguments: str, **options: float) -> dict:
 def stream_lines(response: httpx.Response) -> Iterator[str]:
     """Non-empty lines of an event stream, comments included."""
     return (line for line in response.iter_lines() if line)
-
-
-def as_flags(settings: Sequence[str]) -> list[str]:
-    """--set for each of `section.key=value`."""
-    return [word for setting in settings for word in ("--set", setting)]
