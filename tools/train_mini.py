@@ -85,7 +85,7 @@ class Run:
         ]
         layers = self.shape.num_hidden_layers
         self.loads = torch.zeros(workers, layers, self.shape.num_experts).share_memory_()
-        self.losses = torch.zeros(workers, 4, dtype=torch.float64).share_memory_()
+        self.losses = torch.zeros(workers, 6, dtype=torch.float64).share_memory_()
         context = mp.get_context("fork")
         self.barrier = context.Barrier(workers)
         self.next_micro = context.Value("i", 0)
@@ -133,6 +133,8 @@ def worker(rank: int, run: Run) -> None:
     """One process: gradients of the micro-batches it grabs, then its share of the optimiser's step."""
     import torch
     import torch.nn.functional as F
+    from train.conversations import SPOKEN
+    from train.corpus import REPEATED
     from train.optimise import Optimiser
 
     torch.set_num_threads(1)
@@ -175,8 +177,11 @@ def worker(rank: int, run: Run) -> None:
             # rows differ little in total weight: dividing by a constant keeps micro-batches independent
             ((entropy * weight).sum() / (run.micros * run.micro_rows * ROW * 0.6)).backward()
             entropy = entropy.detach()
-            said = weight == 1.0
-            run.losses[rank] += torch.tensor([(entropy * weight).sum(), weight.sum(), entropy[said].sum(), said.sum()])
+            said, repeated = weight == SPOKEN, weight == REPEATED
+            run.losses[rank] += torch.tensor(
+                [(entropy * weight).sum(), weight.sum(), entropy[said].sum(), said.sum(), entropy[repeated].sum(),
+                 repeated.sum()]
+            )  # fmt: skip
             for layer, counts in net.loads.items():
                 run.loads[rank, layer] += counts
         run.barrier.wait()
@@ -200,6 +205,7 @@ def worker(rank: int, run: Run) -> None:
                 "tokens": run.tokens + (step - run.first_step) * run.micros * run.micro_rows * ROW,
                 "loss": round(sums[0] / sums[1], 4),
                 "chat": round(sums[2] / max(1, sums[3]), 4),
+                "echo": round(sums[4] / max(1, sums[5]), 4),
                 "rate": round(scale, 4),
                 "update_s": round(time.monotonic() - computed, 2),
                 "imbalance": round(float((share.amax(1) / share.mean(1)).mean()), 3),

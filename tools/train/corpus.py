@@ -24,6 +24,7 @@ PACKAGES = {
     "wordnet-base": "glosses of WordNet 3.0 (WordNet licence, permissive)",
     "debian-faq": "the Debian FAQ (GPL-2+)",
 }
+REPEATED = 0.5  # loss weight of an echo's repetitions
 FORTUNES = ("literature", "riddles", "wisdom", "tao", "platitudes", "kids", "love", "people", "science", "art", "work")
 
 PATTERN = "|".join(
@@ -232,7 +233,7 @@ def echo(r: random.Random, ranks: int) -> tuple[list[int], list[float]]:
     """Random tokens, repeated: nothing teaches a model faster to look back, which every answer needs."""
     once = [r.randrange(256, ranks) for _ in range(r.randint(4, 20))]
     times = r.randint(3, 6)
-    return once * times, [0.0] * len(once) + [0.5] * (len(once) * (times - 1))
+    return once * times, [0.0] * len(once) + [REPEATED] * (len(once) * (times - 1))
 
 
 def rows(codec: Codec, texts: Texts, r: random.Random, length: int) -> Iterator[tuple[list[int], list[float]]]:
@@ -243,12 +244,12 @@ def rows(codec: Codec, texts: Texts, r: random.Random, length: int) -> Iterator[
         weights: list[float] = []
         while len(ids) <= length:
             kind = r.random()
-            if kind < 0.4:
+            if kind < 0.45:
                 more, weight = codec.segments(render(conversation(r)))
-            elif kind < 0.6:
+            elif kind < 0.57:
                 more, weight = echo(r, codec.ranks)
             else:
-                make = question_lines if kind < 0.92 else running_text if kind < 0.97 else texts.document
+                make = question_lines if kind < 0.83 else running_text if kind < 0.87 else texts.document
                 more = [*codec.text(make(r)), end]
                 weight = [0.9] * len(more)
             ids += more

@@ -197,7 +197,8 @@ class Network:
             p[name] = torch.ones(n)
 
         p["model.embed_tokens.weight"] = torch.randn(s.vocab_size, h, generator=generator) * 0.7
-        p["lm_head.weight"] = torch.randn(s.vocab_size, h, generator=generator) * (0.3 / math.sqrt(h))
+        # a head that begins as the embedding can copy a token it has never seen copied
+        p["lm_head.weight"] = p["model.embed_tokens.weight"] * (0.6 / math.sqrt(h))
         for name in ("model.norm", "model.output_attn_res_norm"):
             ones(name + ".weight", h)
         p["model.output_attn_res_proj.weight"] = torch.zeros(1, h)
@@ -235,6 +236,8 @@ class Network:
                 ones(a + "o_norm.weight", s.kda_head_dim)
             normal(a + "g_proj.weight", width, h, fan=h, gain=0.5)
             normal(a + "o_proj.weight", h, width, fan=width, gain=0.5)
+            if not s.is_full_attention(layer):
+                self._look_back(a)
             if layer == 0:
                 m = at + "mlp."
                 normal(m + "gate_proj.weight", s.intermediate_size, h, fan=h)
@@ -254,6 +257,23 @@ class Network:
             normal(m + "experts.w13", e, 2, inner, d, fan=d)
             normal(m + "experts.w2", e, d, inner, fan=inner)
             self.bias[layer] = torch.zeros(e)
+
+    def _look_back(self, a: str) -> None:
+        """Half the heads of a KDA layer begin with the question "what came after this token last time?".
+
+        Their keys are the queries of one position earlier and they forget slowly, so that what they read is the value
+        that followed, and they write it back as they read it. Every answer needs this step, and a short run does not find it from random weights.
+        """
+        p, dim = self.params, self.shape.kda_head_dim
+        rows = slice(0, self.shape.kda_heads // 2 * dim)
+        p[a + "k_proj.weight"][rows] = p[a + "q_proj.weight"][rows]
+        for name, tap in (("k", -2), ("q", -1), ("v", -1)):
+            taps = p[a + name + "_conv1d.weight"]
+            taps[rows] *= 0.1
+            taps[rows, :, tap] = 1.0
+        p[a + "o_proj.weight"][:, rows] = p[a + "v_proj.weight"][rows].t()
+        p[a + "f_b_proj.weight"][rows] *= 0.3
+        p[a + "dt_bias"][rows] = -7.0  # sigmoid(-7) * 5: half-lives of about 150 tokens
 
     # ---- training form -------------------------------------------------------------------------------------------
 
