@@ -59,6 +59,43 @@ def test_matmul_with_packed_weights(isa, seed, kind, t, n, groups, scales):
     assert_same_bits(isa, compute)
 
 
+@pytest.mark.parametrize("k", [7168, 7200, 3 * 7168 - 32])  # a panel of decoded weights holds 7168 columns
+@pytest.mark.parametrize("t", [1, 2, 5, 9])
+def test_rows_as_long_as_a_panel_and_longer(isa, t, k):
+    rng = np.random.default_rng(k + t)
+    x, plain = numbers(rng, (t, k + 13), "normal"), bfloat16_bits(numbers(rng, (7, k + 13), "normal"))
+    packed = random_mxfp4(rng, 7, k, 118, 124)
+
+    def compute(m: ModuleType):
+        outs = [np.full((t, 7), np.nan, np.float32) for _ in range(2)]
+        m.matmul(x, plain, outs[0])
+        m.matmul(np.ascontiguousarray(x[:, :k]), packed, outs[1])
+        return outs
+
+    assert_same_bits(isa, compute)
+
+
+def test_every_code_under_every_scale(isa):
+    """256 scales x 16 codes, each weight alone in its product: no table of decoded values may hide a wrong entry."""
+    packed = np.tile(np.arange(16, dtype=np.uint8) * 17, (255, 1))  # both nibbles of byte i hold code i
+    w = kernels.Mxfp4(packed, np.arange(255, dtype=np.uint8)[:, None])
+    x = np.eye(32, dtype=np.float32)
+
+    def compute(m: ModuleType):
+        outs = [np.full((32, 255), np.nan, np.float32), np.full((32, 255), np.nan, np.float32)]
+        for t in range(32):
+            m.matmul(x[t : t + 1], w, outs[0][t : t + 1])
+        m.matmul(x, w, outs[1])
+        return outs
+
+    alone, together = assert_same_bits(isa, compute)
+    finite = 252  # 6 x 2^125: above it some codes exceed float32, and infinity times a zero of x is not a number
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    exact = np.repeat(codes[:, None] * 2.0 ** (np.arange(finite + 1) - 127), 2, axis=0)
+    np.testing.assert_array_equal(alone[:, : finite + 1], exact)
+    np.testing.assert_array_equal(together, alone)
+
+
 @FEW
 @given(
     SEEDS, st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from(["mx", "bf16", "f4"])

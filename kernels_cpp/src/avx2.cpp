@@ -75,27 +75,47 @@ inline float reduce(const V v[kSlices]) {
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));                              // 1+1
 }
 
-// Sixteen bytes to 32 weights. Both halves of the register get the bytes, the upper one its high nibbles; two byte
-// shuffles look up the halves of each weight's bfloat16, and interleaving them leaves the elements in this order:
+// The bfloat16 of each e2m1 code under each scale, low bytes then high bytes: every such product is one exactly (two
+// significant bits; 2^-128 at least). 8 KiB, of which a matrix touches the few lines of its own scales; looking a scaled
+// value up saves the multiplication by the scale.
+struct Bf16Table {
+  unsigned char bytes[256][32];
+  constexpr Bf16Table() : bytes() {
+    constexpr int exponents[8] = {0, -1, 0, 0, 1, 1, 2, 2}, halves[8] = {0, 0, 0, 1, 0, 1, 0, 1};
+    for (int scale = 0; scale < 256; ++scale)
+      for (int code = 0; code < 16; ++code) {
+        int magnitude = code & 7, biased = scale + exponents[magnitude], significand = 0x80 | halves[magnitude] << 6;
+        int bits = magnitude == 0 ? 0
+                   : biased >= 255 ? 0x7f80  // beyond float32, as the multiplication would leave it
+                   : biased > 0    ? biased << 7 | (significand & 0x7f)
+                                   : significand >> (1 - biased);
+        bits |= (code & 8) << 12;
+        bytes[scale][code] = static_cast<unsigned char>(bits & 255);
+        bytes[scale][16 + code] = static_cast<unsigned char>(bits >> 8);
+      }
+  }
+};
+alignas(64) constexpr Bf16Table kBf16Table = Bf16Table();
+
+inline __m256i twice(const unsigned char* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// Sixteen bytes and their scale to 32 weights. Both halves of the register get the bytes, the upper one its high
+// nibbles; two byte shuffles look up the halves of each weight's bfloat16, and interleaving them leaves the elements so:
 //   slice 0: 0 4 8 12 1 5 9 13   slice 1: 2 6 10 14 3 7 11 15   slices 2, 3: the same + 16
 // x is laid out likewise (mx_arrange), and mx_reduce adds the lanes in the tree's own pairs.
-inline void mx_decode(const unsigned char* p, V scale, V out[kSlices]) {
-  const __m256i low_table = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x40, char(0x80), char(0xc0),  //
-                    0, 0, char(0x80), char(0xc0), 0, 0x40, char(0x80), char(0xc0)));
-  const __m256i high_table = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,  //
-                    char(0x80), char(0xbf), char(0xbf), char(0xbf), char(0xc0), char(0xc0), char(0xc0), char(0xc0)));
+inline void mx_decode(const unsigned char* p, unsigned char scale, V out[kSlices]) {
+  const unsigned char* table = kBf16Table.bytes[scale];
   const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-  __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi32(bytes, shifts), _mm256_set1_epi8(15));
-  __m256i low = _mm256_shuffle_epi8(low_table, nibbles), high = _mm256_shuffle_epi8(high_table, nibbles);
+  __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi32(twice(p), shifts), _mm256_set1_epi8(15));
+  __m256i low = _mm256_shuffle_epi8(twice(table), nibbles), high = _mm256_shuffle_epi8(twice(table + 16), nibbles);
   __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
   const __m256i odd = _mm256_set1_epi32(int(0xffff0000u));
-  out[0] = mul(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), scale);
-  out[1] = mul(_mm256_castsi256_ps(_mm256_and_si256(a, odd)), scale);
-  out[2] = mul(_mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), scale);
-  out[3] = mul(_mm256_castsi256_ps(_mm256_and_si256(b, odd)), scale);
+  out[0] = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
+  out[1] = _mm256_castsi256_ps(_mm256_and_si256(a, odd));
+  out[2] = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
+  out[3] = _mm256_castsi256_ps(_mm256_and_si256(b, odd));
 }
 
 constexpr int kMxOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
@@ -137,9 +157,8 @@ struct Int8Weights {
   void decode(const unsigned char* p) {
     const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
     for (int i = 0; i < 4; ++i) {
-      __m256i b = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 16)));
-      bytes[i] =
-          _mm256_shuffle_epi8(int8_table(), _mm256_and_si256(_mm256_srlv_epi32(b, shifts), _mm256_set1_epi8(15)));
+      __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi32(twice(p + i * 16), shifts), _mm256_set1_epi8(15));
+      bytes[i] = _mm256_shuffle_epi8(int8_table(), nibbles);
     }
   }
 };
@@ -162,6 +181,7 @@ inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* 
 }  // namespace sluice
 
 #define SLUICE_TOKEN_BLOCK 4
+#define SLUICE_MX_ROWS 1
 #include "simd_kernels.hpp"
 
 namespace sluice {

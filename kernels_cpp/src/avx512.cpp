@@ -83,10 +83,10 @@ inline float reduce(const V v[kSlices]) {
 
 // Sixteen bytes to 32 weights in natural order: each half of the lanes shifts its own nibble down and a 16-entry
 // table, already scaled, is permuted by it (only the low four index bits count).
-inline void mx_decode(const unsigned char* p, V scale, V out[kSlices]) {
+inline void mx_decode(const unsigned char* p, unsigned char scale, V out[kSlices]) {
   const V table = mul(_mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,  //
                                      -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
-                      scale);
+                      set1_at(scale_float(scale)));
   const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
   const __m512i low = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   const __m512i high = _mm512_setr_epi32(2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
@@ -140,6 +140,7 @@ inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* 
 }  // namespace sluice
 
 #define SLUICE_TOKEN_BLOCK 8
+#define SLUICE_MX_ROWS 2
 #include "simd_kernels.hpp"
 
 namespace sluice {

@@ -2,11 +2,11 @@
 // after it has defined V and its primitives. Everything lives in an anonymous namespace: no weak symbol may leave a
 // unit. 32 lanes are kSlices registers; slice s holds lanes s*kWidth ...
 //
-// An including unit defines: SLUICE_TOKEN_BLOCK, V, kWidth, kSlices, and
+// An including unit defines: SLUICE_TOKEN_BLOCK, SLUICE_MX_ROWS, V, kWidth, kSlices, and
 //   load store load_n store_n set1 zero add sub mul div fma fnma min max sqrt
 //   and_bits or_bits less(a, b) -> M, pick(M, yes, no), pow2(V integral) (2^n for n in [-127, 127]), half_floor
 //   reduce(const V[kSlices]) (the tree), widen_bf16(p), widen_f16(p), has_nonfinite(V)
-//   mx_decode(p16, scale, V[kSlices]), mx_reduce(const V[kSlices]), mx_order[32] (where mx_decode puts element i)
+//   mx_decode(p16, scale byte, V[kSlices]), mx_reduce(const V[kSlices]), mx_order[32] (where mx_decode puts element i)
 
 namespace sluice {
 namespace {
@@ -14,9 +14,10 @@ namespace {
 constexpr int kLanes = 32;
 constexpr int64_t kTokenBlock = SLUICE_TOKEN_BLOCK;
 // A tile is kTileRows rows by one token block of sums held in registers: 3 x 4 and its operands are 16 registers of
-// AVX2. A panel is kPanelTiles tiles of kPanelGroups groups of 32 columns; it and one token block's x fit L1.
-constexpr int kTileRows = 3, kPanelTiles = 2;
-constexpr int64_t kPanelGroups = 16;
+// AVX2. A panel is kTileRows decoded rows of kPanelGroups groups of 32 columns, K3's hidden size: sums stay in registers
+// for the whole length of it. It fits L2, and long runs through it beat short ones that fit L1 (docs/performance.md).
+constexpr int kTileRows = 3;
+constexpr int64_t kPanelGroups = 224;
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -213,7 +214,8 @@ struct Float16 {
   static V widen(const unsigned char* p) { return widen_f16(p); }
 };
 
-// One row read in groups of 32. A plain row's last group may be short: it is copied beside zeros, never read past.
+// One row read in groups of 32; kRows of them are multiplied side by side for one token, and kAhead is how far ahead of
+// use their bytes are asked for (measured: docs/performance.md). A plain row's last group may be short: it is copied beside zeros, never read past.
 template <class W>
 struct PlainRow {
   const unsigned char* p;
@@ -227,7 +229,8 @@ struct PlainRow {
     copy_bytes(last, p + g * kLanes * W::kBytes, (cols - g * kLanes) * W::kBytes);
     for (int s = 0; s < kSlices; ++s) out[s] = W::widen(last + s * kWidth * W::kBytes);
   }
-  void prefetch(int64_t g) const { __builtin_prefetch(p + g * kLanes * W::kBytes + 1024); }
+  static constexpr int64_t kRows = 2, kAhead = 1024;
+  void prefetch(int64_t g) const { __builtin_prefetch(p + g * kLanes * W::kBytes + kAhead); }
   static float sum(const V v[kSlices]) { return reduce(v); }
 };
 
@@ -235,10 +238,11 @@ struct MxRow {
   const unsigned char *p, *scales;
   MxRow(const Matrix& w, int64_t row) : p(w.data + row * (w.cols / 2)), scales(w.scales + row * (w.cols / 32)) {}
   void group(int64_t g, V out[kSlices]) const {
-    mx_decode(p + g * 16, set1_at(scale_float(scales[g])), out);
+    mx_decode(p + g * 16, scales[g], out);
   }
   void tail(int64_t, V[kSlices]) const {}
-  void prefetch(int64_t g) const { __builtin_prefetch(p + g * 16 + 1024); }
+  static constexpr int64_t kRows = SLUICE_MX_ROWS, kAhead = 4096;
+  void prefetch(int64_t g) const { __builtin_prefetch(p + g * 16 + kAhead); }
   static float sum(const V v[kSlices]) { return mx_reduce(v); }
 };
 
@@ -265,8 +269,9 @@ void widen_any(int kind, const unsigned char* src, int64_t n, float* out) {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 // Up to kDirectTokens tokens go straight from decoded registers into their sums, kDirectBlock of them for each decoding
-// (3 sets of sums spill on AVX2 and lost to 2 + 1); prepared x is then plain rows. More tokens share a panel of decoded weights, small enough for L1; prepared x is then blocks of nearly equal size (at
-// most kTokenBlock, never one), each laid out [slice][group][token][kWidth] so that the inner loop walks through it.
+// (3 sets of sums spill on AVX2 and lost to 2 + 1); prepared x is then plain rows. More tokens share a panel of decoded
+// weights; prepared x is then blocks of nearly equal size (at most kTokenBlock, never one), each laid out
+// [slice][group][token][kWidth] so that the inner loop walks through it.
 
 constexpr int64_t kDirectTokens = 4, kDirectBlock = SLUICE_TOKEN_BLOCK / 2;
 
@@ -367,23 +372,21 @@ inline void tile_of(int64_t tokens, const float* panel, const float* x, int64_t 
   }
 }
 
-constexpr int64_t kTilePanel = kLanes * kPanelGroups * kTileRows;
+constexpr int64_t kPanel = kLanes * kPanelGroups * kTileRows;
 
 template <class R>
 inline void gemm(const float* x, int64_t tokens, const Matrix& w, int64_t row, int rows, float* const* out,
                  float* scratch) {
   int64_t groups = padded(w.cols) / kLanes, whole = w.cols / kLanes;
   int64_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
-  int tiles = (rows + kTileRows - 1) / kTileRows;
   float* panel = scratch;
-  float* acc = scratch + kTilePanel * kPanelTiles;
-  int64_t tile_acc = tokens * kTileRows * kLanes;  // one tile's sums for all tokens
-  for (int64_t i = 0; i < tiles * tile_acc; i += kWidth) store(acc + i, zero());
+  float* acc = scratch + kPanel;
+  for (int64_t i = 0; i < tokens * kTileRows * kLanes; i += kWidth) store(acc + i, zero());
   for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
     int64_t n = least(kPanelGroups, groups - g0);
-    for (int i = 0; i < tiles * kTileRows; ++i) {
+    for (int i = 0; i < kTileRows; ++i) {
       R r(w, row + (i < rows ? i : rows - 1));  // a missing row repeats the last; its sums are dropped
-      float* to = panel + i / kTileRows * kTilePanel + i % kTileRows * kWidth;
+      float* to = panel + i * kWidth;
       for (int64_t g = 0; g < n; ++g) {
         V v[kSlices];
         r.prefetch(g0 + g);
@@ -394,23 +397,19 @@ inline void gemm(const float* x, int64_t tokens, const Matrix& w, int64_t row, i
     }
     for (int64_t b = 0; b < blocks; ++b) {
       Block block(tokens, b);
-      const float* xb = x + block.start * groups * kLanes + g0 * block.count * kWidth;
-      for (int i = 0; i < tiles; ++i)
-        tile_of(block.count, panel + i * kTilePanel, xb, groups * block.count * kWidth, n,
-                acc + i * tile_acc + block.start * kTileRows * kLanes);
+      tile_of(block.count, panel, x + block.start * groups * kLanes + g0 * block.count * kWidth,
+              groups * block.count * kWidth, n, acc + block.start * kTileRows * kLanes);
     }
   }
   for (int64_t b = 0; b < blocks; ++b) {
     Block block(tokens, b);
-    for (int i = 0; i < rows; ++i) {
-      const float* a = acc + i / kTileRows * tile_acc + block.start * kTileRows * kLanes;
+    const float* a = acc + block.start * kTileRows * kLanes;
+    for (int i = 0; i < rows; ++i)
       for (int64_t t = 0; t < block.count; ++t) {
         V v[kSlices];
-        for (int s = 0; s < kSlices; ++s)
-          v[s] = load(a + ((s * kTileRows + i % kTileRows) * block.count + t) * kWidth);
+        for (int s = 0; s < kSlices; ++s) v[s] = load(a + ((s * kTileRows + i) * block.count + t) * kWidth);
         out[block.start + t][row + i] = R::sum(v);
       }
-    }
   }
 }
 
@@ -429,20 +428,20 @@ template <class R>
 void product_of(const float* x, int64_t tokens, const Matrix& w, int64_t row0, int64_t row1, float* const* out,
                 float* scratch) {
   if (tokens > kDirectTokens) {
-    for (int64_t row = row0; row < row1; row += kTileRows * kPanelTiles)
-      gemm<R>(x, tokens, w, row, int(least(kTileRows * kPanelTiles, row1 - row)), out, scratch);
+    for (int64_t row = row0; row < row1; row += kTileRows)
+      gemm<R>(x, tokens, w, row, int(least(kTileRows, row1 - row)), out, scratch);
     return;
   }
-  int64_t lone = tokens % kDirectBlock == 1 ? tokens - 1 : tokens;  // one token alone takes two rows at a time
-  for (int64_t row = row0; row < row1; row += 2) {
-    bool pair = row + 1 < row1;
-    for (int i = 0; i < (pair ? 2 : 1); ++i)
+  int64_t lone = tokens % kDirectBlock == 1 ? tokens - 1 : tokens;  // one token alone may take several rows at a time
+  for (int64_t row = row0; row < row1; row += R::kRows) {
+    int64_t rows = least(R::kRows, row1 - row);
+    for (int64_t i = 0; i < rows; ++i)
       for (int64_t t = 0; t < lone; t += kDirectBlock)
         direct_block<R>(x + t * padded(w.cols), least(kDirectBlock, lone - t), w, row + i, out + t);
-    if (lone < tokens) {
-      if (pair) direct<2, 1, R>(x + lone * padded(w.cols), w, row, out + lone);
-      else direct<1, 1, R>(x + lone * padded(w.cols), w, row, out + lone);
-    }
+    if (lone == tokens) continue;
+    const float* last = x + lone * padded(w.cols);
+    if (rows == R::kRows) direct<R::kRows, 1, R>(last, w, row, out + lone);
+    else direct<1, 1, R>(last, w, row, out + lone);
   }
 }
 
@@ -456,7 +455,7 @@ void product(const float* x, int64_t tokens, const Matrix* w, int64_t row0, int6
   }
 }
 
-int64_t product_scratch(int64_t tokens) { return kPanelTiles * (kTilePanel + tokens * kTileRows * kLanes); }
+int64_t product_scratch(int64_t tokens) { return kPanel + tokens * kTileRows * kLanes; }
 
 // ---- products with int8 activations --------------------------------------------------------------------------------
 // Prepared, for one token: per group 32 bytes (even elements, then odd ones), per group 8 corrections, per group half
@@ -542,6 +541,7 @@ inline void int8_row(const float* prepared, const Matrix& w, int64_t row, float*
       _mm256_store_ps(steps[t], _mm256_mul_ps(_mm256_loadu_ps(x.steps + g), scale));
     }
     for (int64_t h = 0; h < 8; h += 4) {
+      __builtin_prefetch(p + (g + h) * 16 + MxRow::kAhead);
       Int8Weights weights;
       unsigned char last[64] = {};
       int64_t left = groups - g - h;
