@@ -211,7 +211,14 @@ class ExpertAcquisition:
         self.entries: dict[int, _Entry] = {}  # asked for and not yet consumed
         self.arrived: deque[_Entry] = deque()
         self.error: StorageError | None = None
+        self._resident: tuple[_Entry, ...] = ()
         self._over = False
+
+    def take_resident(self) -> None:
+        """Where every expert is in a kept slot: take them all at once, to be given back together. Holds the lock."""
+        if len(self.arrived) == len(self.ids) and all(entry.kept for entry in self.arrived):
+            self._resident = tuple(self.arrived)
+            self.arrived.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -224,8 +231,13 @@ class ExpertAcquisition:
             self._cache._leave(self)
 
     def as_they_arrive(self) -> Iterator[Expert]:
-        """See Acquisition. An expert is given back as soon as the iteration advances."""
-        for _ in range(len(self.ids)):
+        """See Acquisition. An expert is given back as soon as the iteration advances, or at the exit where all were
+        kept in memory when asked for: their slots are nobody's to wait for, and a layer then takes two locks."""
+        for entry in self._resident:
+            if self._over:
+                return
+            yield self._cache._view(entry)
+        for _ in range(len(self.ids) - len(self._resident)):
             entry = self._cache._next(self)
             try:
                 yield self._cache._view(entry)
@@ -293,6 +305,7 @@ class ExpertCache:
             if acquisition.pending:
                 self._queue.append(acquisition)
                 self._serve()
+            acquisition.take_resident()
         return acquisition
 
     def hint(self, layer: int, ids: Sequence[int]) -> None:
@@ -324,7 +337,7 @@ class ExpertCache:
         row = self._rows.get(layer)
         if row is None:
             raise ValueError(f"layer {layer} has no experts")
-        if len(set(ids)) != len(ids) or any(not 0 <= i < self._experts for i in ids):
+        if len(set(ids)) != len(ids) or (len(ids) and not 0 <= min(ids) <= max(ids) < self._experts):
             raise ValueError(
                 f"experts of layer {layer} must be distinct and in 0..{self._experts - 1}: {list(ids)[:20]}"
             )
@@ -485,7 +498,6 @@ class ExpertCache:
                 self._doomed.remove(entry)
             waiters, entry.waiters = entry.waiters, []
             if entry.error is not None:
-                self._guesses.pop((entry.row, entry.expert), None)
                 self._forget(entry)
                 self._slots.give_back(entry.slot)
                 for acquisition in waiters:
@@ -575,7 +587,8 @@ class ExpertCache:
         """The entry is in memory no more. Its slot is the caller's to pass on."""
         if self._entries.get((entry.row, entry.expert)) is entry:
             del self._entries[entry.row, entry.expert]
-        self._guesses.pop((entry.row, entry.expert), None)
+        if self._guesses.get((entry.row, entry.expert)) is entry:  # not another one that was begun since
+            del self._guesses[entry.row, entry.expert]
         if entry.pinned:
             self._pinned -= 1
         if entry.kept:

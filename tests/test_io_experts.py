@@ -421,6 +421,44 @@ def test_an_expert_that_lost_half_its_reads_is_read_anew_for_whoever_asks_next(s
         sound(cache)
 
 
+@pytest.mark.parametrize("slots", [0, 3])
+def test_the_last_read_of_a_lost_expert_leaves_the_guess_that_followed_it_alone(scattered, slots):
+    toy, store = scattered
+    with open_io(store, slots, [times(1, "stuck")], depth=1, transient=6) as service:
+        cache = service.experts
+        with cache.acquire(0, [4]):
+            while not service.fake.stuck:
+                pass
+        cache.hint(0, [4])  # a second entry for the expert, while the first one's read is still out
+        service.fake.release()
+        settle(service)
+        assert cache.stats().guesses == 1
+        use(cache, toy, 0, [0])  # the layer is served: its guess ends
+        settle(service)
+        sound(cache)
+        assert cache.stats().guesses_wasted == 1
+        assert cache._slots.free + sum(e.kept for e in cache._entries.values()) == cache._slots.capacity
+
+
+def test_a_layer_wholly_in_memory_is_given_back_together_at_the_exit(toy, store):
+    with open_io(store, LAYERS * EXPERTS) as service:
+        cache = service.experts
+        use(cache, toy, 1, [3, 1, 2])
+        with cache.acquire(1, [1, 2, 3]) as acquisition:
+            order = []
+            for expert in acquisition.as_they_arrive():
+                check(toy, 1, expert)
+                order.append(expert.id)
+                assert all(cache._entries[1, e].users == 1 for e in (1, 2, 3))
+        assert sorted(order) == [1, 2, 3]
+        sound(cache)
+        with cache.acquire(1, [2, 3]) as acquisition:
+            iteration = acquisition.as_they_arrive()
+            next(iteration)
+        assert list(iteration) == []  # what was given back is not lent again
+        sound(cache)
+
+
 def test_one_failed_part_fails_the_expert_and_frees_its_slot_at_the_last(scattered):
     toy, store = scattered
     with open_io(store, 0, seed=1, delay=0.003, transient=2) as service:

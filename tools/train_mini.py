@@ -185,6 +185,8 @@ def worker(rank: int, run: Run) -> None:
             for layer, counts in net.loads.items():
                 run.loads[rank, layer] += counts
         run.barrier.wait()
+        if not bool(run.losses.isfinite().all()):
+            raise RuntimeError(f"step {step}: the loss is not finite; {run.work}/state.pt holds the last good state")
         computed = time.monotonic()
         scale = learning_scale(run.progress.value, run.decay)
         moved = [n for n in run.mine[rank] if step % SLOW == SLOW - 1 or not _is_slow(n)]

@@ -13,7 +13,11 @@
 #define C 16 /* positions between kept states */
 #define TAPS 4
 
-static inline float sigmoidf_(float x) { return 1.0f / (1.0f + expf(-x)); }
+/* Beyond +-80 both functions are at their limits, and e^x would overflow: under -ffast-math a division by infinity
+ * goes through an approximate reciprocal and gives NaN. */
+static inline float held(float x) { return x < -80 ? -80 : x > 80 ? 80 : x; }
+static inline float sigmoidf_(float x) { return 1.0f / (1.0f + expf(-held(x))); }
+static inline float tanhf_(float x) { return 1 - 2 / (1 + expf(held(2 * x))); }
 
 /* a[T][D]: convolution of channel block `col` of head h before SiLU */
 static void conv_block(int T, int W, const float *ev, const float *taps, float *a) {
@@ -326,7 +330,7 @@ void situ_forward(int N, int I, float b1, float b2, const float *gu, float *y) {
     const float *g = gu + (size_t)r * 2 * I, *u = g + I;
     float *o = y + (size_t)r * I;
     for (int i = 0; i < I; i++) {
-      float t = 1 - 2 / (1 + expf(2 * g[i] / b1)), s = sigmoidf_(g[i]), v = 1 - 2 / (1 + expf(2 * u[i] / b2));
+      float t = tanhf_(g[i] / b1), s = sigmoidf_(g[i]), v = tanhf_(u[i] / b2);
       o[i] = b1 * t * s * b2 * v;
     }
   }
@@ -337,7 +341,7 @@ void situ_backward(int N, int I, float b1, float b2, const float *gu, const floa
     const float *g = gu + (size_t)r * 2 * I, *u = g + I, *e = dy + (size_t)r * I;
     float *dg = d + (size_t)r * 2 * I, *du = dg + I;
     for (int i = 0; i < I; i++) {
-      float t = 1 - 2 / (1 + expf(2 * g[i] / b1)), s = sigmoidf_(g[i]), v = 1 - 2 / (1 + expf(2 * u[i] / b2));
+      float t = tanhf_(g[i] / b1), s = sigmoidf_(g[i]), v = tanhf_(u[i] / b2);
       dg[i] = e[i] * b2 * v * ((1 - t * t) * s + b1 * t * s * (1 - s));
       du[i] = e[i] * b1 * t * s * (1 - v * v);
     }

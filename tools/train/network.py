@@ -262,7 +262,8 @@ class Network:
         """Half the heads of a KDA layer begin with the question "what came after this token last time?".
 
         Their keys are the queries of one position earlier and they forget slowly, so that what they read is the value
-        that followed, and they write it back as they read it. Every answer needs this step, and a short run does not find it from random weights.
+        that followed, and they write it back as they read it. Every answer needs this step, and a short run does not
+        find it from random weights.
         """
         p, dim = self.params, self.shape.kda_head_dim
         rows = slice(0, self.shape.kda_heads // 2 * dim)

@@ -23,6 +23,8 @@ ADAM_RATES = {
     "res_proj": 0.004,
 }
 
+DECAY = 0.1  # of Muon's matrices, times the rate: without it they grow with every step, and gates with them
+
 
 def rounded(name: str, w: Tensor) -> Tensor:
     """w as the checkpoint will hold it."""
@@ -71,7 +73,7 @@ class Optimiser:
                 m.mul_(0.95).add_(g)
                 update = orthogonalise(g + 0.95 * m, 4 if ".experts.w" in name else 5)
                 gain = math.sqrt(max(1.0, w.shape[-2] / w.shape[-1]))
-                w.add_(update, alpha=-self.rate * scale * gain)
+                w.mul_(1 - DECAY * self.rate * scale).add_(update, alpha=-self.rate * scale * gain)
             else:
                 v = self.second[name]
                 m.lerp_(g, 0.1)
