@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,10 @@ class BufferPool:
             return PoolStats(self._limit, self._held)
 
 
+NewSlot = Callable[[memoryview], None]
+"""Told the memory of a slot when it is first made."""
+
+
 class SlotArena:
     """Equal slots out of the pool, lent by number. Grows by further mappings, shrinks page by page.
 
@@ -126,7 +131,10 @@ class SlotArena:
     after `shrink_to` slots above the target are given back as soon as they are not lent.
     """
 
-    def __init__(self, pool: BufferPool, slots: int, slot_bytes: int, label: str) -> None:
+    def __init__(
+        self, pool: BufferPool, slots: int, slot_bytes: int, label: str, new_slot: NewSlot | None = None
+    ) -> None:
+        self._new_slot = new_slot
         self.slot_bytes = align_up(slot_bytes)
         self._pool, self._label = pool, label
         self._views: list[memoryview] = []
@@ -163,6 +171,8 @@ class SlotArena:
                 self._free.append(len(self._views))
                 self._views.append(arena.view[at : at + self.slot_bytes])
                 self._homes.append((arena, at))
+                if self._new_slot is not None:
+                    self._new_slot(self._views[-1])
 
     def shrink_to(self, slots: int) -> None:
         """At most `slots` of them, now for those that are free, later for those that are lent."""

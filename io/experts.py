@@ -25,7 +25,7 @@ import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.io.buffers import BufferPool, SlotArena
+from sluice.io.buffers import BufferPool, NewSlot, SlotArena
 from sluice.io.errors import StorageError, StoreError
 from sluice.io.reader import OpenFile
 from sluice.io.schedule import Priority, Read, Scheduler, State, Waiter
@@ -256,6 +256,7 @@ class ExpertCache:
         scheduler: Scheduler,
         pool: BufferPool,
         stuck_seconds: float = 120.0,
+        new_slot: NewSlot | None = None,
     ) -> None:
         self._store, self._files, self._scheduler, self._pool = store, files, scheduler, pool
         self._waiter = Waiter(stuck_seconds)
@@ -266,7 +267,7 @@ class ExpertCache:
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._layers = layers
         self._quotas = list(plan.quotas)
-        self._slots = SlotArena(pool, plan.slots + plan.transient_slots, plan.slot_bytes, "expert cache")
+        self._slots = SlotArena(pool, plan.slots + plan.transient_slots, plan.slot_bytes, "expert cache", new_slot)
         self._lru = [self._partition(quota) for quota in self._quotas]
         self._kept = [0] * len(layers)  # entries of each layer that count against its quota, in use or not
         self._entries: dict[tuple[int, int], _Entry] = {}

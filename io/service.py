@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from sluice.io.buffers import BufferPool, PoolStats
+from sluice.io.buffers import BufferPool, NewSlot, PoolStats
 from sluice.io.errors import PresetError, StorageError
 from sluice.io.experts import CachePlan, CacheStats, ExpertCache
 from sluice.io.loop import IoLoop
@@ -29,13 +29,15 @@ MakeReader = Callable[[asyncio.AbstractEventLoop, int], Reader]
 @dataclass(frozen=True, slots=True)
 class IoSettings:
     """backend: auto, uring or threads. direct: auto, on or off (O_DIRECT). depth: reads in flight per drive, 1..64.
-    verify: off, first or always (checksums of packed stores). stuck_seconds: a read in flight for longer fails."""
+    verify: off, first or always (checksums of packed stores). stuck_seconds: a read in flight for longer fails.
+    new_slot: told the memory of every new slot of the expert cache; who binds memory to nodes does it there."""
 
     backend: str = "auto"
     direct: str = "auto"
     depth: int = 4
     verify: str = "first"
     stuck_seconds: float = 120.0
+    new_slot: NewSlot | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -132,7 +134,9 @@ class IoService:
         self.pool = BufferPool(0)
         self._limit_pool(trunk_plan, cache_plan)
         self.trunk = Trunk(store, trunk_plan, self._files, self._scheduler, self.pool, settings.stuck_seconds)
-        self.experts = ExpertCache(store, cache_plan, self._files, self._scheduler, self.pool, settings.stuck_seconds)
+        self.experts = ExpertCache(
+            store, cache_plan, self._files, self._scheduler, self.pool, settings.stuck_seconds, settings.new_slot
+        )
         self.trunk.load(progress)
 
     def _note(self, text: str) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from sluice.daemon.service.settings import Settings, load_settings
 from sluice.daemon.service.sockets import bind_unix
+from sluice.kernels.topology import Cpu, Topology
 from sluice.tools import doctor as doctor_module
 from sluice.tools import probe
 from sluice.tools.doctor import (
@@ -32,6 +33,7 @@ from sluice.tools.doctor import (
     service_findings,
     shard_findings,
     socket_findings,
+    topology_findings,
     uring_finding,
 )
 from sluice.tools.mini import synth
@@ -190,6 +192,22 @@ def test_settings_that_cannot_be_honoured_fail_as_configuration() -> None:
     assert [f.code for f in found] == [2] or os.uname().machine == "aarch64"
     assert not failures(list(cpu_findings(settings())))
     assert not failures(list(memory_findings(settings())))
+
+
+def test_the_topology_is_printed_with_what_the_threads_make_of_it():
+    cpus = tuple(Cpu(i, i % 8, i % 8 // 4, i % 8 // 4) for i in range(16))
+    text = [f.text for f in topology_findings(Topology(cpus, {0: 8 << 30, 1: 8 << 30}), settings())]
+    assert "8 physical cores with 16 CPUs" in text[0]
+    assert "2 memory node(s)" in text[0]
+    assert text[1] == "node 0: CPUs 0-3,8-11, cores at 0-3, 8.59 GB"
+    assert text[2] == "node 1: CPUs 4-7,12-15, cores at 4-7, 8.59 GB"
+    assert "8 compute threads on CPUs 0, 4, 1, 5" in text[3]
+    assert "homed to nodes 0, 1" in text[3]
+    one = list(topology_findings(Topology(cpus[:4], {0: 8 << 30}), settings("compute.expert_threads=2")))
+    assert one[-1].text == "4 compute threads where the scheduler puts them, 2 for experts"
+    bad = list(topology_findings(Topology(cpus[:4], {0: 8 << 30}), settings("compute.cpus=9")))
+    assert bad[-1].state == "fail"
+    assert "compute.cpus" in bad[-1].text
 
 
 def test_a_forbidden_ring_is_a_note_unless_it_was_demanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from sluice.tools import probe, published
 if TYPE_CHECKING:
     from sluice.daemon.engine.planning import ModelFiles
     from sluice.daemon.service.settings import Settings
+    from sluice.kernels.topology import Topology
 
 CONFIGURATION, PLAN, DATA = 2, 3, 4
 NAMED = 8  # of a long list, this many are named
@@ -89,7 +90,7 @@ def cpu_flags(cpuinfo: str) -> list[str]:
 def cpu_findings(settings: Settings) -> Iterator[Finding]:
     """Processor, kernels, cores, memory nodes."""
     from sluice import kernels
-    from sluice.daemon.service.process import memory_nodes
+    from sluice.kernels.topology import read_topology
 
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -108,9 +109,36 @@ def cpu_findings(settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("cpu", f"kernels {chosen} of {', '.join(available)}")
-    cores, nodes = len(kernels.physical_cores()), memory_nodes()
-    text = f"{cores} physical cores allowed to us, {os.cpu_count()} logical in all, {len(nodes)} memory node(s)"
-    yield Finding("cpu", text)
+    yield from topology_findings(read_topology(), settings)
+
+
+def topology_findings(topology: Topology, settings: Settings) -> Iterator[Finding]:
+    """Which CPUs share cores and memory, and what the compute threads make of it."""
+    from sluice.daemon.engine.placement import plan_threads
+    from sluice.daemon.service.units import format_cpu_list
+
+    allowed, nodes = len(topology.cpus), topology.node_bytes or {0: 0}
+    yield Finding(
+        "cpu",
+        f"{len(topology.cores())} physical cores with {allowed} CPUs allowed to us of {os.cpu_count()}, "
+        f"{len(nodes)} memory node(s)",
+    )
+    for node, nbytes in sorted(nodes.items()):
+        cpus = tuple(cpu.id for cpu in topology.cpus if cpu.node == node)
+        text = f"node {node}: CPUs {format_cpu_list(cpus) if cpus else 'none of ours'}"
+        yield Finding("cpu", text + (f", cores at {format_cpu_list(tuple(topology.cores(node)))}" if cpus else "")
+                      + (f", {_gb(nbytes)}" if nbytes else ""))  # fmt: skip
+    try:
+        plan = plan_threads(settings.compute, topology)
+    except SluiceError as error:
+        yield Finding("cpu", str(error), "fail", "change it in the preset", CONFIGURATION)
+        return
+    where = f"on CPUs {', '.join(map(str, plan.cpus))}" if plan.cpus else "where the scheduler puts them"
+    homes = f", rows of experts homed to nodes {', '.join(map(str, plan.nodes))}" if plan.homes else ""
+    widths = "".join(
+        f", {width} for {what}" for what, width in (("attention", plan.others), ("experts", plan.experts)) if width
+    )
+    yield Finding("cpu", f"{plan.threads} compute threads {where}{widths}{homes}")
 
 
 def memory_findings(settings: Settings) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sluice import kernels
 from sluice.daemon.engine.engine import Engine, EngineLimits
 from sluice.daemon.engine.lookahead import LookaheadControl, Observed
+from sluice.daemon.engine.placement import slot_placer, start_threads, stay_near, this_machine
 from sluice.daemon.engine.planning import EnginePlan, ModelFiles, plan_engine, system_fingerprint
 from sluice.daemon.model.graph import Network
 from sluice.daemon.service.limits import resident_bytes
@@ -45,7 +46,7 @@ def configure_compute(settings: Settings) -> None:
     try:
         if compute.isa != "auto":
             kernels.set_isa(compute.isa)
-        kernels.configure_threads(compute.threads or len(kernels.physical_cores()), compute.cpus)
+        start_threads(this_machine(compute))
     except ValueError as error:
         raise PresetError(f"compute: {error}") from None
 
@@ -212,8 +213,14 @@ def running_engine(
     Raises BudgetError, StoreError or StorageError.
     """
     plan.memory.check()
+    threads = this_machine(settings.compute)
+    experts = files.store.naming
     io_settings = IoSettings(
-        backend=settings.io.backend, direct=settings.io.direct, depth=settings.io.depth, verify=settings.io.verify
+        backend=settings.io.backend,
+        direct=settings.io.direct,
+        depth=settings.io.depth,
+        verify=settings.io.verify,
+        new_slot=slot_placer(threads, files.store.expert(experts.layers[0], 0)) if experts else None,
     )
     with (
         IoService.open(
@@ -241,4 +248,5 @@ def running_engine(
                 io.experts.rebalance()
 
         with Engine(network, engine_limits(settings), on_logits=on_logits, before_pass=before_pass) as engine:
+            engine.between_passes(lambda: stay_near(threads)).result()
             yield RunningEngine(engine, files, plan, io, system_fingerprint(files, settings))

@@ -360,11 +360,20 @@ class IoSettings:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSettings:
-    """Where arithmetic runs. None in threads: as many as there are physical cores allowed to us."""
+    """Where arithmetic runs. None in threads: as many as there are physical cores allowed to us; in the widths of
+    attention and experts: all threads."""
 
     threads: int | None = key(Integer('1 to 1024, or "auto"', absent="auto", low=1, high=1024), None, "compute threads")
     cpus: tuple[int, ...] | None = key(
         CpuList('CPU numbers such as "0-3,8", or "auto"', absent="auto"), None, "the CPUs those threads are pinned to"
+    )
+    attention_threads: int | None = key(
+        Integer('1 to 1024, or "auto"', absent="auto", low=1, high=1024),
+        None,
+        "how many of them attention and all but routed experts use",
+    )
+    expert_threads: int | None = key(
+        Integer('1 to 1024, or "auto"', absent="auto", low=1, high=1024), None, "how many of them routed experts use"
     )
     isa: str = key(
         Choice("auto, scalar, avx2, avx512 or neon", words=("auto", "scalar", "avx2", "avx512", "neon")),
@@ -377,7 +386,7 @@ class ComputeSettings:
     numa: str = key(
         Choice("auto, off or interleave", words=("auto", "off", "interleave")),
         "auto",
-        "pages over memory nodes: auto interleaves where there is more than one",
+        "memory nodes, where there is more than one: auto homes experts and interleaves the rest",
     )
 
 

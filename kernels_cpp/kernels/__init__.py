@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._native import (
-    ExpertQueue,
     absorb_query,
     attnres_mix,
     available_isas,
@@ -98,7 +97,6 @@ if forced := os.environ.get("SLUICE_ISA"):
 
 __all__ = [
     "SILU",
-    "ExpertQueue",
     "Mxfp4",
     "Silu",
     "Situ",

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,25 +31,6 @@ def expert_mlp(x: F32, rows: I32, w1: Weights, w3: Weights, w2: Weights, act: Ac
 
 def expert_mlp_int8(x: F32, rows: I32, w1: Mxfp4, w3: Mxfp4, w2: Mxfp4, act: Act, slots: F32, slot_ids: I32) -> None:
     """`expert_mlp` with int8 activations in front of all three matrices, as in `matmul_int8`."""
-
-class ExpertQueue:
-    """The experts of one layer, computed in the order pushed while others still arrive.
-
-    x [T, D] and slots [S, D] must not change, and pushed weights must stay in memory, until `finish` or `close`
-    returns; the queue holds references to the arrays till then. Leaving the `with` block closes it.
-    """
-
-    def __init__(self, x: F32, act: Act, slots: F32, int8: bool = False) -> None: ...
-    def push(self, rows: I32, w1: Weights, w3: Weights, w2: Weights, slot_ids: I32) -> None:
-        """Queues what expert_mlp would compute and returns at once; the same checks."""
-    def finish(self) -> None:
-        """Waits until every pushed expert is computed; more may be pushed afterwards."""
-    def close(self) -> None:
-        """Drops experts not begun, waits for the one that runs. Twice is harmless; slots then hold rubbish."""
-    @property
-    def completed(self) -> int: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
 
 def gated_mlp(x: F32, w_gate: Weights, w_up: Weights, w_down: Weights, act: Act, out: F32) -> None:
     """out[t] = w_down act(w_gate x[t], w_up x[t]). x [T, D], w_gate and w_up [I, D], w_down [D2, I], out [T, D2]."""
@@ -148,17 +129,23 @@ def available_isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Use another instruction set from the next call on; ValueError names what the machine has."""
 
-def configure_threads(n: int, cpus: Sequence[int] | None = None, spin_us: int = 50) -> None:
+def configure_threads(
+    n: int, cpus: Sequence[int] | None = None, spin_us: int = 50, homes: Sequence[int] | None = None
+) -> None:
     """Use n threads (1..1024), the caller of a kernel included; waits for a running kernel.
 
     A thread out of work spins for spin_us microseconds before it sleeps: kernels of one token follow within
     microseconds, and a sleeper costs its waker a system call.
 
     Worker i is pinned to cpus[i mod len]; cpus[0] is left for the caller, which is never pinned. None: no pinning.
+
+    homes: for each thread, the caller first, which part of an expert's rows it takes first, counted from 0 up to 7
+    without gaps. Rows belong to the parts in equal shares, so that who binds each share to the memory node of its
+    threads keeps their reads local; a thread without work helps the others. None: one part. Changes no bit.
     """
 
 def set_widths(others: int = 0, experts: int = 0) -> None:
-    """How many of the threads routed experts (expert_mlp, ExpertQueue) and all other operations use; 0 is all."""
+    """How many of the threads routed experts (expert_mlp, expert_mlp_int8) and all other operations use; 0 is all."""
 
 def wake_seconds() -> float:
     """Time until all threads work on one job together and have left it: small when they spin, larger from sleep."""

@@ -45,6 +45,10 @@ class Topology:
                 chosen.append(cpu.id)
         return chosen
 
+    def only(self, cpus: Sequence[int]) -> Topology:
+        """The same machine for a process that may use only these CPUs."""
+        return Topology(tuple(cpu for cpu in self.cpus if cpu.id in set(cpus)), self.node_bytes)
+
     def spread(self, threads: int) -> list[int]:
         """CPUs for so many threads: cores before siblings, nodes in turn, so that each brings its memory's rate."""
         first = [self.cores(node) for node in self.nodes]

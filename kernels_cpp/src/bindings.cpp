@@ -16,7 +16,6 @@
 #include "dispatch.hpp"
 #include "driver.hpp"
 #include "pool.hpp"
-#include "queue.hpp"
 
 namespace py = pybind11;
 
@@ -205,64 +204,6 @@ void expert_mlp(const py::object& x_, const py::object& rows_, const py::object&
   py::gil_scoped_release release;
   driver::mlp(x.p, row, n, w1.m, w3.m, w2.m, act, slots.p, id, INT8, true);
 }
-
-// Python's end of an ExpertLine. Keeps every array of a pushed job alive until the line is waited for or abandoned.
-class ExpertQueue {
- public:
-  ExpertQueue(const py::object& x, const py::object& act, const py::object& slots, bool int8)
-      : x_(x, "x", {-1, -1}), slots_(slots, "slots", {-1, x_.dim(1)}), act_(activation(act)), int8_(int8) {
-    apart(slots_.a, "slots", x_.a, "x");
-  }
-  ~ExpertQueue() { close(); }
-
-  void push(const py::object& rows_, const py::object& w1_, const py::object& w3_, const py::object& w2_,
-            const py::object& ids_) {
-    if (closed_) refuse("push: the queue is closed");
-    Weight w1 = weight(w1_, "w1"), w3 = weight(w3_, "w3"), w2 = weight(w2_, "w2");
-    if (w1.m.kind != w3.m.kind || w1.m.kind != w2.m.kind) refuse("w1, w3, w2: not of one kind");
-    if (int8_) needs_packed(w1, "w1");
-    weight_shape(w1, "w1", -1, x_.dim(1));
-    weight_shape(w3, "w3", w1.m.rows, w1.m.cols);
-    weight_shape(w2, "w2", w1.m.cols, w1.m.rows);
-    py::array rows = indexes(rows_, "rows", -1, x_.dim(0));
-    py::array ids = indexes(ids_, "slot_ids", rows.shape(0), slots_.a.shape(0));
-    const int32_t *row = static_cast<const int32_t*>(rows.data()), *id = static_cast<const int32_t*>(ids.data());
-    ExpertJob job = {x_.p, {row, row + rows.shape(0)}, {id, id + ids.shape(0)}, w1.m, w3.m, w2.m, act_, slots_.p, int8_};
-    for (const Weight* w : {&w1, &w3, &w2}) {
-      held_.push_back(w->data);
-      if (w->m.kind == kMxfp4) held_.push_back(w->scales);
-    }
-    py::gil_scoped_release release;
-    line_.push(std::move(job));
-  }
-
-  void finish() {
-    {
-      py::gil_scoped_release release;
-      line_.wait();
-    }
-    held_.clear();
-  }
-
-  void close() {
-    {
-      py::gil_scoped_release release;
-      line_.abandon();
-    }
-    closed_ = true;
-    held_.clear();
-  }
-
-  int64_t completed() { return line_.completed(); }
-
- private:
-  In x_;
-  Out slots_;
-  Activation act_;
-  bool int8_, closed_ = false;
-  std::vector<py::array> held_;
-  ExpertLine line_;
-};
 
 void gated_mlp(const py::object& x_, const py::object& gate_, const py::object& up_, const py::object& down_,
                const py::object& act_, const py::object& out_) {
@@ -526,7 +467,8 @@ void set_isa(const std::string& name) {
   set_ops(table);
 }
 
-void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpus, int64_t spin_us) {
+void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpus, int64_t spin_us,
+                       const std::optional<std::vector<int64_t>>& homes) {
   if (n < 1 || n > Pool::kMaxThreads) refuse("n: " + std::to_string(n) + " threads is outside 1..1024");
   if (spin_us < 0 || spin_us > 1000000) refuse("spin_us: outside 0..1000000");
   std::vector<int> list;
@@ -537,8 +479,20 @@ void configure_threads(int64_t n, const std::optional<std::vector<int64_t>>& cpu
       list.push_back(int(c));
     }
   }
+  std::vector<int> home;
+  if (homes) {
+    if (int64_t(homes->size()) != n) refuse("homes: one for each of the " + std::to_string(n) + " threads");
+    bool seen[Pool::kMaxHomes] = {};
+    for (int64_t h : *homes) {
+      if (h < 0 || h >= Pool::kMaxHomes) refuse("homes: " + std::to_string(h) + " is outside 0..7");
+      seen[h] = true;
+      home.push_back(int(h));
+    }
+    for (int h : home)
+      if (h > 0 && !seen[h - 1]) refuse("homes: " + std::to_string(h - 1) + " has no thread");
+  }
   py::gil_scoped_release release;
-  Pool::instance().configure(int(n), list);
+  Pool::instance().configure(int(n), list, home);
   Pool::instance().set_spin_us(int(spin_us));
 }
 
@@ -622,7 +576,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa, py::arg("name"));
   m.def("configure_threads", &configure_threads, py::arg("n"), py::arg("cpus") = py::none(),
-        py::arg("spin_us") = 50);
+        py::arg("spin_us") = 50, py::arg("homes") = py::none());
   m.def("set_widths", &set_widths, py::arg("others") = 0, py::arg("experts") = 0);
   m.def("read_memory", &read_memory, py::arg("array"));
   m.def("wake_seconds", [] {
@@ -630,16 +584,6 @@ PYBIND11_MODULE(_native, m) {
     return driver::wake_seconds();
   });
   m.def("place_memory", &place_memory, py::arg("array"), py::arg("nodes"), py::arg("interleave") = false);
-  py::class_<ExpertQueue>(m, "ExpertQueue")
-      .def(py::init<py::object, py::object, py::object, bool>(), py::arg("x"), py::arg("act"), py::arg("slots"),
-           py::arg("int8") = false)
-      .def("push", &ExpertQueue::push, py::arg("rows"), py::arg("w1"), py::arg("w3"), py::arg("w2"),
-           py::arg("slot_ids"))
-      .def("finish", &ExpertQueue::finish)
-      .def("close", &ExpertQueue::close)
-      .def_property_readonly("completed", &ExpertQueue::completed)
-      .def("__enter__", [](py::object self) { return self; })
-      .def("__exit__", [](ExpertQueue& self, const py::args&) { self.close(); });
   m.def("thread_count", [] { return Pool::instance().size(); });
   m.def("scratch_bytes", [] {
     py::gil_scoped_release release;

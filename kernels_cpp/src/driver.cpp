@@ -21,8 +21,8 @@ constexpr int64_t kAlone = 1 << 16;
 constexpr int64_t kPieceWork = 1 << 19;
 
 template <class F>
-Pool::Phase phase(int64_t pieces, F& f) {
-  return {pieces, [](void* c, int64_t piece, int worker) { (*static_cast<F*>(c))(piece, worker); }, &f};
+Pool::Phase phase(int64_t pieces, F& f, bool homed = false) {
+  return {pieces, [](void* c, int64_t piece, int worker) { (*static_cast<F*>(c))(piece, worker); }, &f, homed};
 }
 
 // f(begin, end, worker) over [0, n), `work` units an item; pieces are multiples of `unit` items.
@@ -139,8 +139,8 @@ void mlp(const float* x, const int32_t* rows, int64_t total, const Matrix& w_gat
                    pool.worker(worker, 0));
     };
     int64_t blocks = form.blocks(n);
-    Pool::Phase phases[] = {phase(blocks, prepare), phase(first.pieces, gate_up), phase(blocks, prepare_hidden),
-                            phase(second.pieces, down)};
+    Pool::Phase phases[] = {phase(blocks, prepare), phase(first.pieces, gate_up, routed),
+                            phase(blocks, prepare_hidden), phase(second.pieces, down, routed)};
     pool.run(phases, 4, first.alone && second.alone ? 1 : (routed ? g_experts : g_others).load());
   }
 }

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstdlib>
@@ -88,9 +89,11 @@ void Pool::stop() {
   stopping_.store(false);
 }
 
-void Pool::configure(int n, const std::vector<int>& cpus) {
+void Pool::configure(int n, const std::vector<int>& cpus, const std::vector<int>& homes) {
   std::lock_guard<std::mutex> lock(mutex_);
   stop();
+  homes_ = homes;
+  home_count_ = homes.empty() ? 1 : *std::max_element(homes.begin(), homes.end()) + 1;
   worker_.reset(new Scratch[size_t(n)]);
   size_ = n;
   for (int i = 1; i < n; ++i) {
@@ -119,11 +122,16 @@ void Pool::take_part(int id) {
   for (int p = 0; p < phase_count_; ++p) {
     const Phase& phase = phases_[p];
     Counter& c = counters_[p];
-    for (;;) {
-      int64_t piece = c.next.fetch_add(1, std::memory_order_relaxed);
-      if (piece >= phase.pieces) break;
-      phase.run(phase.context, piece, id);
-      c.done.fetch_add(1, std::memory_order_acq_rel);
+    int shares = phase.homed ? home_count_ : 1, own = shares > 1 ? homes_[size_t(id)] : 0;
+    for (int k = 0; k < shares; ++k) {  // its own share first, then whatever is left of the others'
+      int share = (own + k) % shares;
+      int64_t begin = phase.pieces * share / shares, end = phase.pieces * (share + 1) / shares;
+      for (;;) {
+        int64_t piece = begin + c.next[share].fetch_add(1, std::memory_order_relaxed);
+        if (piece >= end) break;
+        phase.run(phase.context, piece, id);
+        c.done.fetch_add(1, std::memory_order_acq_rel);
+      }
     }
     for (int spins = 0; c.done.load(std::memory_order_acquire) < phase.pieces; ++spins) {
       relax();
@@ -170,7 +178,7 @@ void Pool::run(const Phase* phases, int count, int width) {
   phase_count_ = count;
   width_ = width;
   for (int p = 0; p < count; ++p) {
-    counters_[p].next.store(0, std::memory_order_relaxed);
+    for (int share = 0; share < home_count_; ++share) counters_[p].next[share].store(0, std::memory_order_relaxed);
     counters_[p].done.store(0, std::memory_order_relaxed);
   }
   if (width == 1) {

@@ -28,11 +28,13 @@ class Pool {
  public:
   static constexpr int kMaxThreads = 1024;
   static constexpr int kMaxPhases = 4;
+  static constexpr int kMaxHomes = 8;
 
   static Pool& instance();
 
-  // n threads in all, the caller included; worker i (1..n-1) is pinned to cpus[i] when cpus is not empty.
-  void configure(int n, const std::vector<int>& cpus);
+  // n threads in all, the caller included; worker i (1..n-1) is pinned to cpus[i] when cpus is not empty. homes, when
+  // not empty, says for each thread which share of a homed phase's pieces it takes first.
+  void configure(int n, const std::vector<int>& cpus, const std::vector<int>& homes);
   int size() const { return size_; }
   void set_spin_us(int us) { spin_us_ = us; }
   int spin_us() const { return spin_us_; }
@@ -43,6 +45,7 @@ class Pool {
     int64_t pieces;
     Piece run;
     void* context;
+    bool homed;  // pieces lie in memory in their order, shared out over the homes' nodes
   };
 
   // Holds the pool for one operation: its scratch may be used from construction to destruction.
@@ -68,7 +71,7 @@ class Pool {
 
  private:
   struct alignas(64) Counter {
-    std::atomic<int64_t> next{0}, done{0};
+    std::atomic<int64_t> next[kMaxHomes] = {}, done{0};
   };
   Pool();
   ~Pool() = delete;  // lives as long as the process: exit must not join threads that a fork did not copy
@@ -82,6 +85,8 @@ class Pool {
   std::vector<std::thread> threads_;
   std::atomic<int> size_{1};
   std::atomic<int> spin_us_{50};
+  std::vector<int> homes_;  // of each thread; empty where there is one
+  int home_count_ = 1;
   std::unique_ptr<Scratch[]> worker_;
   Scratch shared_[8];
 

@@ -1,10 +1,7 @@
-"""The queue of a layer's experts, and int8 activations."""
+"""Experts over the threads of a pool, and int8 activations."""
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
 from types import ModuleType
 
 import numpy as np
@@ -31,87 +28,6 @@ def _direct(int8: bool = False) -> np.ndarray:
     return slots
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("int8", [False, True])
-def test_any_order_of_arrival_gives_the_bits_of_direct_calls(threads, int8):
-    with restored():
-        kernels.configure_threads(threads)
-        expected = _direct(int8)
-        for seed in range(5):
-            slots = np.zeros_like(expected)
-            with kernels.ExpertQueue(X, kernels.SILU, slots, int8) as queue:
-                for e in np.random.default_rng(seed).permutation(7):
-                    queue.push(ROWS[e], *EXPERTS[e], SLOTS[e])
-                queue.finish()
-                assert queue.completed == 7
-            assert slots.tobytes() == expected.tobytes()
-
-
-def test_weights_pushed_stay_alive_until_the_queue_is_done():
-    slots = np.zeros_like(_direct())
-    with kernels.ExpertQueue(X, kernels.SILU, slots) as queue:
-        for w, rows, ids in zip(EXPERTS, ROWS, SLOTS, strict=True):
-            queue.push(rows.copy(), *[kernels.Mxfp4(m.packed.copy(), m.scales.copy()) for m in w], ids.copy())
-        gc.collect()
-        queue.finish()
-    assert slots.tobytes() == _direct().tobytes()
-
-
-def test_a_closed_queue_lets_go_of_its_weights_and_takes_no_more():
-    slots = np.zeros((20, D), np.float32)
-    packed = EXPERTS[0][0].packed.copy()
-    w1 = kernels.Mxfp4(packed, EXPERTS[0][0].scales)
-    queue = kernels.ExpertQueue(X, kernels.SILU, slots)
-    before = sys.getrefcount(packed)
-    for _ in range(50):
-        queue.push(ROWS[0], w1, *EXPERTS[0][1:], SLOTS[0])
-    assert sys.getrefcount(packed) > before
-    queue.close()
-    queue.close()
-    assert sys.getrefcount(packed) == before
-    with pytest.raises(ValueError, match="closed"):
-        queue.push(ROWS[0], w1, *EXPERTS[0][1:], SLOTS[0])
-
-
-def test_what_cannot_be_computed_is_refused_at_the_push():
-    slots = np.zeros((20, D), np.float32)
-    with kernels.ExpertQueue(X, kernels.SILU, slots) as queue:
-        with pytest.raises(ValueError, match="rows"):
-            queue.push(ROWS[0] + T, *EXPERTS[0], SLOTS[0])
-        with pytest.raises(ValueError, match="slot_ids"):
-            queue.push(ROWS[0], *EXPERTS[0], SLOTS[0] + 20)
-        with pytest.raises(ValueError, match="w2"):
-            queue.push(ROWS[0], *EXPERTS[0][:2], EXPERTS[0][1], SLOTS[0])
-        queue.finish()
-        assert queue.completed == 0
-    with pytest.raises(ValueError, match="slots"):
-        kernels.ExpertQueue(X, kernels.SILU, slots[:, :32].copy())
-
-
-def test_several_queues_and_callers_share_the_pool():
-    expected = _direct()
-    results = []
-
-    def work():
-        slots = np.zeros_like(expected)
-        with kernels.ExpertQueue(X, kernels.SILU, slots) as queue:
-            for w, rows, ids in zip(EXPERTS, ROWS, SLOTS, strict=True):
-                queue.push(rows, *w, ids)
-            queue.finish()
-        results.append(slots)
-
-    with restored():
-        kernels.configure_threads(2)
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for t in threads:
-            t.start()
-        _direct()
-        for t in threads:
-            t.join()
-    assert len(results) == 4
-    assert all(r.tobytes() == expected.tobytes() for r in results)
-
-
 def test_widths_change_no_bit():
     expected = _direct()
     with restored():
@@ -122,6 +38,30 @@ def test_widths_change_no_bit():
         kernels.set_widths()
     with pytest.raises(ValueError, match="experts"):
         kernels.set_widths(experts=-1)
+
+
+@pytest.mark.parametrize("homes", [[0, 1], [0, 1, 0, 1, 0], [2, 1, 0], [0, 0, 1], [*range(8)]])
+@pytest.mark.parametrize("int8", [False, True])
+def test_homes_change_no_bit_and_leave_no_piece_out(homes, int8):
+    with restored():
+        kernels.configure_threads(1)
+        expected = _direct(int8)
+        kernels.configure_threads(len(homes), homes=homes)
+        for _ in range(20):
+            assert _direct(int8).tobytes() == expected.tobytes()
+        kernels.set_widths(experts=1)  # the caller alone takes every share
+        try:
+            assert _direct(int8).tobytes() == expected.tobytes()
+        finally:
+            kernels.set_widths()
+
+
+@pytest.mark.parametrize(
+    ("homes", "word"), [([0], "one for each"), ([0, 8], "outside 0..7"), ([0, 2], "1 has no thread")]
+)
+def test_homes_that_make_no_sense_are_refused(homes, word):
+    with pytest.raises(ValueError, match=word):
+        kernels.configure_threads(2, homes=homes)
 
 
 # ---- int8 --------------------------------------------------------------------------------------------------------
