@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from helpers.fake_reader import FakeReader
 from helpers.whole_engine import engine, fingerprint, start
 
 from sluice import kernels
+from sluice.daemon.engine import assembly, placement
+from sluice.daemon.engine.placement import ThreadPlan, start_threads
 
 PROMPT = [5, 77, 310, 9, 42, 250, 8, 111, 3, 64, 12]
 AXES: dict[str, tuple] = {
@@ -140,6 +143,32 @@ def test_threads_do_not_change_a_bit(threads, tiny_checkpoint, expected):
             assert fingerprint(running, PROMPT) == expected
     finally:
         kernels.configure_threads(len(kernels.physical_cores()), None)
+
+
+def test_widths_and_cpus_do_not_change_a_bit(tiny_checkpoint, expected):
+    ids = ",".join(map(str, PROMPT))
+    sets = ["compute.threads=3", "compute.attention_threads=2", "compute.expert_threads=1", "compute.cpus=0"]
+    flags = [word for setting in sets for word in ("--set", setting)]
+    report = run_json(tiny_checkpoint, "--ids", ids, "--max-tokens", "6", "--ignore-stop", *flags)
+    assert report["logits_fingerprint"] == expected
+
+
+def test_homes_on_several_nodes_do_not_change_a_bit(tiny_checkpoint, expected, monkeypatch):
+    """A machine of three nodes, faked: slots are bound (or refused) share by share, the caller stays near its own."""
+    placed: list[list[int]] = []
+    near: list[str] = []
+    plan = ThreadPlan(5, None, (0, 1, 2, 0, 1), (0, 1, 2), 0, 0)
+    monkeypatch.setattr(assembly, "this_machine", lambda compute: plan)
+    monkeypatch.setattr(placement.kernels, "place_memory", lambda memory, nodes: placed.append(nodes))
+    monkeypatch.setattr(assembly, "stay_near", lambda plan: near.append(threading.current_thread().name))
+    start_threads(plan)
+    try:
+        with engine(tiny_checkpoint) as running:
+            assert fingerprint(running, PROMPT) == expected
+    finally:
+        kernels.configure_threads(len(kernels.physical_cores()), None)
+    assert {node for nodes in placed for node in nodes} == {0, 1, 2}
+    assert near == ["sluice-engine"]
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "neon"])
