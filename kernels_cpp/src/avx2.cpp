@@ -136,45 +136,28 @@ inline float mx_reduce(const V v[kSlices]) {
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(g), _mm256_extractf128_ps(g, 1)));
 }
 
-// ---- int8: four groups a step, one register of eight sums each ----------------------------------------------------
+// ---- int8: one group to a register of eight sums --------------------------------------------------------------------
 
-constexpr int kInt8Tokens = 2;
+constexpr int kInt8Tokens = 2, kInt8Groups = 1;
+typedef __m256i Bytes;
 
-struct Int8Lanes {
-  V v[kSlices];
-};
-inline void int8_clear(Int8Lanes& lanes) {
-  for (int i = 0; i < 4; ++i) lanes.v[i] = zero();
+// 2 e2m1 + 12 for each nibble, as unsigned bytes: low nibbles, then high ones
+inline Bytes int8_decode(const unsigned char* p) {
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+  return _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srlv_epi32(twice(p), shifts), _mm256_set1_epi8(15)));
 }
 
-// 2 e2m1 + 12 for each nibble, as unsigned bytes
-inline __m256i int8_table() {
-  return _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-}
-
-struct Int8Weights {
-  __m256i bytes[4];
-  void decode(const unsigned char* p) {
-    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    for (int i = 0; i < 4; ++i) {
-      __m256i nibbles = _mm256_and_si256(_mm256_srlv_epi32(twice(p + i * 16), shifts), _mm256_set1_epi8(15));
-      bytes[i] = _mm256_shuffle_epi8(int8_table(), nibbles);
-    }
-  }
-};
-
-inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* corrections, const float* steps,
-                     Int8Lanes& lanes) {
-  for (int i = 0; i < 4; ++i) {
-    __m256i xi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * i));
-    __m256i sum = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections + 8 * i));
+inline V int8_add(Bytes w, const signed char* x, const int32_t* corrections, const float* steps, V lanes) {
+  __m256i xi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  __m256i sum = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(corrections));
 #ifdef SLUICE_VNNI
-    sum = _mm256_dpbusd_avx_epi32(sum, w.bytes[i], xi);
+  sum = _mm256_dpbusd_avx_epi32(sum, w, xi);
 #else  // at most 2 * 24 * 127 a pair: the 16-bit sums never saturate
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w.bytes[i], xi), _mm256_set1_epi16(1)));
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, xi), _mm256_set1_epi16(1)));
 #endif
-    lanes.v[i] = fma(_mm256_cvtepi32_ps(sum), _mm256_broadcast_ss(steps + i), lanes.v[i]);
-  }
+  return fma(_mm256_cvtepi32_ps(sum), _mm256_broadcast_ss(steps), lanes);
 }
 
 }  // namespace

@@ -97,43 +97,30 @@ inline void mx_decode(const unsigned char* p, unsigned char scale, V out[kSlices
 inline void mx_arrange(V*) {}
 inline float mx_reduce(const V v[kSlices]) { return reduce(v); }
 
-// ---- int8: four groups a step, two to a register -------------------------------------------------------------------
+// ---- int8: two groups to a register -------------------------------------------------------------------------------
 
-constexpr int kInt8Tokens = 4;
+constexpr int kInt8Tokens = 4, kInt8Groups = 2;
+typedef __m512i Bytes;
 
-struct Int8Lanes {
-  V v[kSlices];
-};
-inline void int8_clear(Int8Lanes& lanes) { lanes.v[0] = lanes.v[1] = zero(); }
+// 2 e2m1 + 12 for each nibble, as unsigned bytes: of each group the low nibbles, then the high ones
+inline Bytes int8_decode(const unsigned char* p) {
+  const __m512i table =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
+  const __m512i twice = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7);
+  __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  b = _mm512_srlv_epi32(_mm512_permutexvar_epi32(twice, b), shifts);
+  return _mm512_shuffle_epi8(table, _mm512_and_si512(b, _mm512_set1_epi8(15)));
+}
 
-struct Int8Weights {
-  __m512i bytes[2];
-  void decode(const unsigned char* p) {
-    // 2 e2m1 + 12 for each nibble, as unsigned bytes
-    const __m512i table =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4);
-    const __m512i twice = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7);
-    for (int i = 0; i < 2; ++i) {
-      __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * 32)));
-      b = _mm512_srlv_epi32(_mm512_permutexvar_epi32(twice, b), shifts);
-      bytes[i] = _mm512_shuffle_epi8(table, _mm512_and_si512(b, _mm512_set1_epi8(15)));
-    }
-  }
-};
-
-inline void int8_add(const Int8Weights& w, const signed char* x, const int32_t* corrections, const float* steps,
-                     Int8Lanes& lanes) {
-  for (int i = 0; i < 2; ++i) {
-    __m512i xi = _mm512_loadu_si512(x + 64 * i), sum = _mm512_loadu_si512(corrections + 16 * i);
+inline V int8_add(Bytes w, const signed char* x, const int32_t* corrections, const float* steps, V lanes) {
+  __m512i xi = _mm512_loadu_si512(x), sum = _mm512_loadu_si512(corrections);
 #ifdef SLUICE_VNNI
-    sum = _mm512_dpbusd_epi32(sum, w.bytes[i], xi);
+  sum = _mm512_dpbusd_epi32(sum, w, xi);
 #else  // at most 2 * 24 * 127 a pair: the 16-bit sums never saturate
-    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w.bytes[i], xi), _mm512_set1_epi16(1)));
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, xi), _mm512_set1_epi16(1)));
 #endif
-    V step = pick(0xff00, set1(steps[2 * i + 1]), set1(steps[2 * i]));
-    lanes.v[i] = fma(_mm512_cvtepi32_ps(sum), step, lanes.v[i]);
-  }
+  return fma(_mm512_cvtepi32_ps(sum), pick(0xff00, set1(steps[1]), set1(steps[0])), lanes);
 }
 
 }  // namespace

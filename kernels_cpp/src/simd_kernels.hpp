@@ -6,7 +6,8 @@
 //   load store load_n store_n set1 zero add sub mul div fma fnma min max sqrt
 //   and_bits or_bits less(a, b) -> M, pick(M, yes, no), pow2(V integral) (2^n for n in [-127, 127]), half_floor
 //   reduce(const V[kSlices]) (the tree), widen_bf16(p), widen_f16(p), has_nonfinite(V)
-//   mx_decode(p16, scale byte, V[kSlices]), mx_reduce(const V[kSlices]), mx_order[32] (where mx_decode puts element i)
+//   mx_decode(p16, scale byte, V[kSlices]), mx_arrange(V[kSlices]) (x in mx_decode's order), mx_reduce(const V[kSlices])
+//   kInt8Tokens, kInt8Groups (in a register), Bytes int8_decode(p), V int8_add(Bytes, x, corrections, steps, V)
 
 namespace sluice {
 namespace {
@@ -469,10 +470,12 @@ struct Int8 {
   const signed char* bytes;
   const int32_t* corrections;
   const float* steps;
+  Int8() = default;
   Int8(const float* p, int64_t groups)
       : bytes(reinterpret_cast<const signed char*>(p)),
         corrections(reinterpret_cast<const int32_t*>(p + groups * 8)),
         steps(p + groups * 16) {}
+  void advance() { bytes += 256, corrections += 64, steps += 8; }  // by eight groups
 };
 
 void int8_prepare(const float* x, int64_t cols, float* dst) {
@@ -516,44 +519,54 @@ void int8_prepare(const float* x, int64_t cols, float* dst) {
 }
 
 // 2^(scale-127) of eight groups; 0 is subnormal, and a padded group's step is zero whatever stands here.
-inline __m256 int8_scales(const unsigned char* scales, int64_t left) {
-  unsigned char last[8] = {};
-  if (left < 8) {
-    copy_bytes(last, scales, left);
-    scales = last;
-  }
+inline __m256 int8_scales(const unsigned char* scales) {
   __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales))), 23);
   return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));
 }
 
+// Adds eight groups from the packed bytes at p to the lanes of T tokens; x: each token's prepared groups from here on.
+template <int T>
+inline void int8_eight(const unsigned char* p, const unsigned char* scales, const Int8* x, Lanes* acc) {
+  alignas(32) float steps[T][8];
+  __m256 scale = int8_scales(scales);
+  for (int t = 0; t < T; ++t) _mm256_store_ps(steps[t], _mm256_mul_ps(_mm256_loadu_ps(x[t].steps), scale));
+  constexpr int kAtOnce = T == 1 ? kSlices : 1;  // decoded ahead of use: quicker, as long as registers suffice
+  for (int h = 0; h < 8; h += kInt8Groups * kAtOnce) {
+    Bytes weights[kAtOnce];
+    for (int i = 0; i < kAtOnce; ++i) weights[i] = int8_decode(p + (h + i * kInt8Groups) * 16);
+    for (int i = 0; i < kAtOnce; ++i)
+      for (int t = 0; t < T; ++t) {
+        int at = h + i * kInt8Groups;
+        V& lanes = acc[t].v[at / kInt8Groups % kSlices];
+        lanes = int8_add(weights[i], x[t].bytes + at * 32, x[t].corrections + at * 8, steps[t] + at, lanes);
+      }
+  }
+}
+
 template <int T>
 inline void int8_row(const float* prepared, const Matrix& w, int64_t row, float* const* out) {
-  int64_t groups = w.cols / 32, padded_groups = int8_groups(w.cols), stride = int8_floats(w.cols);
-  const unsigned char* p = w.data + row * (w.cols / 2);
-  const unsigned char* scales = w.scales + row * groups;
-  Int8Lanes acc[T];
-  for (int t = 0; t < T; ++t) int8_clear(acc[t]);
-  for (int64_t g = 0; g < padded_groups; g += 8) {
-    alignas(32) float steps[T][8];
-    __m256 scale = int8_scales(scales + g, groups - g);
-    for (int t = 0; t < T; ++t) {
-      Int8 x(prepared + t * stride, padded_groups);
-      _mm256_store_ps(steps[t], _mm256_mul_ps(_mm256_loadu_ps(x.steps + g), scale));
-    }
-    for (int64_t h = 0; h < 8; h += 4) {
-      __builtin_prefetch(p + (g + h) * 16 + MxRow::kAhead);
-      Int8Weights weights;
-      unsigned char last[64] = {};
-      int64_t left = groups - g - h;
-      if (left < 4 && left > 0) copy_bytes(last, p + (g + h) * 16, left * 16);
-      weights.decode(left < 4 ? last : p + (g + h) * 16);
-      for (int t = 0; t < T; ++t) {
-        Int8 x(prepared + t * stride, padded_groups);
-        int8_add(weights, x.bytes + (g + h) * 32, x.corrections + (g + h) * 8, steps[t] + h, acc[t]);
-      }
-    }
+  int64_t groups = w.cols / 32, stride = int8_floats(w.cols);
+  const unsigned char *p = w.data + row * (w.cols / 2), *scales = w.scales + row * groups;
+  Int8 x[T] = {};
+  Lanes acc[T];
+  for (int t = 0; t < T; ++t) {
+    x[t] = Int8(prepared + t * stride, int8_groups(w.cols));
+    acc[t].clear();
   }
-  for (int t = 0; t < T; ++t) out[t][row] = reduce(acc[t].v);
+  int64_t g = 0;
+  for (; g + 8 <= groups; g += 8) {
+    __builtin_prefetch(p + g * 16 + MxRow::kAhead);
+    __builtin_prefetch(p + g * 16 + MxRow::kAhead + 64);
+    int8_eight<T>(p + g * 16, scales + g, x, acc);
+    for (int t = 0; t < T; ++t) x[t].advance();
+  }
+  if (g < groups) {  // the last groups are copied beside zeros, never read past
+    unsigned char bytes[128] = {}, last[8] = {};
+    copy_bytes(bytes, p + g * 16, (groups - g) * 16);
+    copy_bytes(last, scales + g, groups - g);
+    int8_eight<T>(bytes, last, x, acc);
+  }
+  for (int t = 0; t < T; ++t) out[t][row] = acc[t].sum();
 }
 
 void int8_product(const float* prepared, int64_t tokens, const Matrix* w, int64_t row0, int64_t row1,
