@@ -106,6 +106,17 @@ def test_fused_passes_equal_the_plain_ones_forward_and_backward(net: network.Net
         assert float((quick[name] - expected).norm() / expected.norm()) < 1e-5, name
 
 
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
+def test_fused_passes_stay_finite_however_large_their_inputs_are(
+    net: network.Network, built: None, size: float
+) -> None:
+    """Gates far beyond where e^x overflows: a trained network has them, and one NaN ends a run."""
+    x = torch.randn(1, 32, 128, generator=torch.Generator().manual_seed(11)) * size
+    for run in (lambda: net._mlp("model.layers.0.mlp.", x[0]), lambda: net._kda_chunked(1, x)):
+        for name, value in gradients(run, net).items():
+            assert bool(value.isfinite().all()), name
+
+
 def test_e2m1_takes_the_nearest_value() -> None:
     ladder = torch.tensor([s * v for v in quantise.LADDER for s in (1, -1)])
     w = torch.linspace(-6, 6, 1201).repeat(32, 1).t().contiguous()
