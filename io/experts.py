@@ -38,13 +38,15 @@ MIN_TRANSIENT_SLOTS = 2
 GUESS_RESERVE = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Expert:
     """One expert, wholly and correctly filled. parts: name to array [rows, cols], uint8, uint16 (bf16 bits),
-    float16 or float32, possibly not aligned; valid until the iteration that gave it advances."""
+    float16 or float32, possibly not aligned; valid until the iteration that gave it advances. matrices: what its user
+    made of the parts, kept with the expert while it stays in memory."""
 
     id: int
     parts: Mapping[str, NDArray[Any]]
+    matrices: Any = None
 
 
 class Acquisition(Protocol):
@@ -219,6 +221,11 @@ class ExpertAcquisition:
         if len(self.arrived) == len(self.ids) and all(entry.kept for entry in self.arrived):
             self._resident = tuple(self.arrived)
             self.arrived.clear()
+
+    @property
+    def was_resident(self) -> bool:
+        """Whether no expert of it had to be read or waited for."""
+        return bool(self._resident)
 
     def __enter__(self) -> Self:
         return self
@@ -610,7 +617,7 @@ class ExpertCache:
                 self._queue.remove(acquisition)
             acquisition.arrived.clear()
             entries, acquisition.entries = list(acquisition.entries.values()), {}
-            for entry in entries:
+            for entry in reversed(entries):
                 if acquisition in entry.waiters:
                     entry.waiters.remove(acquisition)
                 entry.users -= 1
@@ -622,9 +629,9 @@ class ExpertCache:
                     self._forget(entry)
                     self._slots.give_back(entry.slot)
             self._end_guesses(acquisition.row)
-            # Best rank last: it stays longest.
-            for expert in reversed(acquisition.ids):
-                self._touch(acquisition.row, expert)
+            if not acquisition.was_resident:  # best rank last, so that it stays longest: as just settled, if all were
+                for expert in reversed(acquisition.ids):
+                    self._touch(acquisition.row, expert)
             self._serve()
 
     def _end_guesses(self, row: int) -> None:

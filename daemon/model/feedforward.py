@@ -144,7 +144,9 @@ class Mixture:
                         rows_failed(rows.astype(np.intp), damage)
                         continue
                     looked_over.add(expert.id)
-                w1, w2, w3 = _matrices(expert)
+                if expert.matrices is None:
+                    expert.matrices = _matrices(expert)
+                w1, w2, w3 = expert.matrices
                 self._expert_mlp(z, rows, w1, w3, w2, act, slots, filled)
         except StorageError as error:
             failed = wanted.pop(error.expert, None) if error.expert is not None else None
