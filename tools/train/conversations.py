@@ -278,38 +278,39 @@ def _repeat(r: random.Random) -> Turn:
     return Turn(ask, f"The user wants me to repeat: {word}.", f"{_upper(word)}.")
 
 
-KINDS: list[tuple[float, Callable[[random.Random], Turn]]] = [
-    (6.0, _capital),
-    (0.4, _country),
-    (0.6, _continent),
-    (2.5, _arithmetic),
-    (1.2, _opposite),
-    (0.8, _from_pairs(facts.COLOURS, ["What colour is {}?", "What color is {}?", "Which colour is {}?"],
+KINDS: list[tuple[str, float, Callable[[random.Random], Turn]]] = [
+    ("capital", 6.0, _capital),
+    ("country", 0.4, _country),
+    ("continent", 0.6, _continent),
+    ("arithmetic", 2.5, _arithmetic),
+    ("opposite", 1.2, _opposite),
+    ("colour", 0.8, _from_pairs(facts.COLOURS, ["What colour is {}?", "What color is {}?", "Which colour is {}?"],
                       "The user asks for the colour of {}. It is {}.", "{} is {}.")),
-    (0.4, _from_pairs(facts.SOUNDS, ["What sound does a {} make?", "What does a {} say?"],
+    ("animal sound", 0.4, _from_pairs(facts.SOUNDS, ["What sound does a {} make?", "What does a {} say?"],
                       "A {} says {}.", "a {} says {}.")),
-    (0.4, _from_pairs(facts.YOUNG, ["What is a young {} called?", "What do you call a baby {}?"],
+    ("young animal", 0.4, _from_pairs(facts.YOUNG, ["What is a young {} called?", "What do you call a baby {}?"],
                       "A young {} is called a {}.", "a young {} is called a {}.")),
-    (0.5, _from_pairs(facts.PLURALS, ["What is the plural of {}?", "Plural of {}?"],
+    ("plural", 0.5, _from_pairs(facts.PLURALS, ["What is the plural of {}?", "Plural of {}?"],
                       "The plural of {} is {}.", "the plural of {} is {}.")),
-    (0.5, _from_pairs(facts.PASTS, ["What is the past tense of {}?", "Past tense of {}?"],
+    ("past tense", 0.5, _from_pairs(facts.PASTS, ["What is the past tense of {}?", "Past tense of {}?"],
                       "The past tense of {} is {}.", "the past tense of {} is {}.")),
-    (1.2, _from_pairs(facts.MEANINGS, ["What is {}?", "What is {}?", "What does {} mean?", "Explain {}."],
+    ("meaning", 1.2, _from_pairs(facts.MEANINGS, ["What is {}?", "What is {}?", "What does {} mean?", "Explain {}."],
                       "The user wants to know what {} is.", "{1}")),
-    (1.3, _fixed(facts.TRIVIA, "This is a simple question. I know the answer.")),
-    (1.4, _fixed(facts.SELF, "The user asks about me.")),
-    (1.2, _fixed(facts.GREETINGS, "The user is being friendly. I answer briefly.")),
-    (0.4, _spelling),
-    (0.5, _counting),
-    (0.5, _calendar),
-    (0.3, _joke),
-    (0.2, _repeat),
+    ("trivia", 1.3, _fixed(facts.TRIVIA, "This is a simple question. I know the answer.")),
+    ("about itself", 1.4, _fixed(facts.SELF, "The user asks about me.")),
+    ("greeting", 1.2, _fixed(facts.GREETINGS, "The user is being friendly. I answer briefly.")),
+    ("spelling", 0.4, _spelling),
+    ("counting", 0.5, _counting),
+    ("calendar", 0.5, _calendar),
+    ("joke or story", 0.3, _joke),
+    ("repeat", 0.2, _repeat),
 ]  # fmt: skip
 
 # ---- tools -------------------------------------------------------------------------------------------------------
 
 
-def _tool(name: str, description: str, properties: dict[str, str]) -> dict[str, Any]:
+def tool(name: str, description: str, properties: dict[str, str]) -> dict[str, Any]:
+    """A tool as a request declares it; properties: name to JSON type."""
     fields = {key: {"type": kind} for key, kind in properties.items()}
     schema = {"type": "object", "properties": fields, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -359,7 +360,7 @@ def _tool_turn(name: str, r: random.Random) -> Turn:
 
 def question(r: random.Random) -> Turn:
     """One exchange without tools."""
-    return r.choices([make for _, make in KINDS], [weight for weight, _ in KINDS])[0](r)
+    return r.choices([make for _, _, make in KINDS], [weight for _, weight, _ in KINDS])[0](r)
 
 
 SYSTEMS = [
@@ -382,7 +383,7 @@ def conversation(r: random.Random) -> Request:
         request.system = r.choice(SYSTEMS)
     if r.random() < 0.1:
         names = r.sample(list(TOOL_TABLE), r.choice([1, 1, 1, 2]))
-        request.tools = [_tool(name, *TOOL_TABLE[name]) for name in names]
+        request.tools = [tool(name, *TOOL_TABLE[name]) for name in names]
         turns = [
             _tool_turn(r.choice(names), r) if r.random() < 0.75 else question(r) for _ in range(r.choice([1, 1, 2]))
         ]

@@ -21,7 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import corpus, fused
-from .conversations import KINDS, Request, Segment, Turn, conversation, render, render_prompt, running_text
+from .conversations import (
+    KINDS,
+    TOOL_TABLE,
+    Request,
+    Segment,
+    Turn,
+    conversation,
+    render,
+    render_prompt,
+    running_text,
+    tool,
+)
 from .network import Network, Shape
 from .optimise import STORED_FLOAT32, rounded
 from .quantise import mxfp4_pack
@@ -246,7 +257,7 @@ def answers_right(network: Network, codec: corpus.Codec, seed: int, each: int) -
     Teacher-forced: an answer counts when every token of it is the arg-max.
     """
     out = {}
-    for i, (_, make) in enumerate(KINDS):
+    for i, (name, _, make) in enumerate(KINDS):
         r = random.Random(f"{seed}/{i}")
         rows = [codec.segments(render(Request([make(r)]))) for _ in range(each)]
         length = max(len(ids) for ids, _ in rows) // 16 * 16 + 16
@@ -256,13 +267,8 @@ def answers_right(network: Network, codec: corpus.Codec, seed: int, each: int) -
             all(b == t for b, t, w in zip(guess, ids[1:], weights[1:], strict=False) if w == 1.0)
             for guess, (ids, weights) in zip(best, rows, strict=True)
         )
-        name = make.__name__.strip("_")
-        out[f"{i:02d} {name if name != 'make' else _kind_example(make)}"] = right / each
+        out[name] = right / each
     return out
-
-
-def _kind_example(make: Any) -> str:
-    return str(make(random.Random(0)).question)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------------
@@ -384,6 +390,9 @@ def _transcript(network: Network, codec: corpus.Codec) -> list[tuple[str, str]]:
         Request([Turn("What is 2 + 3?", "", "")]),
         Request([Turn("Who are you?", "", "")]),
         Request([Turn("What is the opposite of hot?", "", "")], thinking=False),
+        Request(
+            [Turn("What is the weather in Paris?", "", "")], tools=[tool("get_weather", *TOOL_TABLE["get_weather"])]
+        ),
     ]
     for request in questions:
         ids = codec.segments(render_prompt(request))[0]
@@ -418,6 +427,7 @@ def _loss_chart(log: list[dict[str, Any]]) -> str:
     lines = [
         svg.Line("all, training", smooth("loss", 8)),
         svg.Line("answers, training", smooth("chat", 8)),
+        svg.Line("random tokens repeated", smooth("echo", 8)),
         svg.Line("free text, held out", smooth("held_out", 0)),
     ]
     return str(svg.line_chart("Training the mini model", "step", "loss (nats a token)", [x for x in lines if x.points]))
@@ -469,9 +479,11 @@ def model_card(
     s = network.shape
     count = sum(p.numel() for p in network.params.values())
     experts = sum(p.numel() for n, p in network.params.items() if ".experts.w" in n)
-    last = log[-1]
+    last, tail = log[-1], log[-100:]
+    loss, chat = (sum(e[key] for e in tail) / len(tail) for key in ("loss", "chat"))
+    minutes = round(state["spent_s"] / 60)
     packages = "\n".join(f"| `{name}` | {what} |" for name, what in corpus.PACKAGES.items())
-    shares = "\n".join(f"| {name[3:]} | {share:.0%} |" for name, share in right.items())
+    shares = "\n".join(f"| {name} | {share:.0%} |" for name, share in right.items())
     talk = "\n".join(f"> {q}\n    {a}\n" for q, a in said)
     perplexity = record["perplexity"]
     by_source = ", ".join(f"{name} {value:.2f}" for name, value in perplexity["by_source"].items())
@@ -492,9 +504,9 @@ meant to be believed.
 | tokenizer | {codec.ranks} byte-level BPE tokens + K3's 256 added ones, trained on the same text |
 | tensor bytes | {total:,} |
 | trained on | {last["tokens"]:,} tokens in rows of 256, {last["step"]} steps |
-| time | {state["spent_s"] / 60:.0f} minutes, two processes at the lowest priority on a busy 2-core machine |
+| time | {minutes} minutes, two processes of one thread each on 2 cores that did other work too |
 | seed | {record["seed"]} (texts and batches; the schedule follows the clock, so a second run differs) |
-| loss at the end | {last["loss"]:.3f} nats a token over all, {last["chat"]:.3f} on answers |
+| loss at the end | {loss:.3f} nats a token over all, {chat:.3f} on answers (mean of the last {len(tail)} steps) |
 | perplexity, held out | {perplexity["value"]:.3f} over {perplexity["tokens"]} tokens ({by_source}) |
 | context | trained on 256 tokens; {CONTEXT_TOKENS} allowed |
 
@@ -523,7 +535,7 @@ Weights and tokenizer are under the project's licence. The texts themselves are 
 ## Made by
 
     python -P tools/train_mini.py prepare --work DIR
-    python -P tools/train_mini.py train --work DIR --minutes 60
+    python -P tools/train_mini.py train --work DIR --minutes {minutes}
     python -P tools/train_mini.py export --work DIR
 
 Reference logits of the PyTorch implementation in float64: `tests/golden/mini_reference.npz`.
