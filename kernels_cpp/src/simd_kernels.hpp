@@ -215,8 +215,9 @@ struct Float16 {
   static V widen(const unsigned char* p) { return widen_f16(p); }
 };
 
-// One row read in groups of 32; kRows of them are multiplied side by side for one token, and kAhead is how far ahead of
-// use their bytes are asked for (measured: docs/performance.md). A plain row's last group may be short: it is copied beside zeros, never read past.
+// One row read in groups of 32, kLineGroups of which fill a cache line; kRows of them are multiplied side by side for one
+// token, and kAhead is how far ahead of use their lines are asked for (measured: docs/performance.md). A plain row's
+// last group may be short: it is copied beside zeros, never read past.
 template <class W>
 struct PlainRow {
   const unsigned char* p;
@@ -230,7 +231,7 @@ struct PlainRow {
     copy_bytes(last, p + g * kLanes * W::kBytes, (cols - g * kLanes) * W::kBytes);
     for (int s = 0; s < kSlices; ++s) out[s] = W::widen(last + s * kWidth * W::kBytes);
   }
-  static constexpr int64_t kRows = 2, kAhead = 1024;
+  static constexpr int64_t kLineGroups = 1, kRows = 2, kAhead = 1024;
   void prefetch(int64_t g) const { __builtin_prefetch(p + g * kLanes * W::kBytes + kAhead); }
   static float sum(const V v[kSlices]) { return reduce(v); }
 };
@@ -242,7 +243,7 @@ struct MxRow {
     mx_decode(p + g * 16, scales[g], out);
   }
   void tail(int64_t, V[kSlices]) const {}
-  static constexpr int64_t kRows = SLUICE_MX_ROWS, kAhead = 4096;
+  static constexpr int64_t kLineGroups = 4, kRows = SLUICE_MX_ROWS, kAhead = 4096;
   void prefetch(int64_t g) const { __builtin_prefetch(p + g * 16 + kAhead); }
   static float sum(const V v[kSlices]) { return mx_reduce(v); }
 };
@@ -319,10 +320,19 @@ inline void direct(const float* x, const Matrix& w, int64_t row, float* const* o
       for (int t = 0; t < T; ++t)
         acc[i][t][s] = fma(load(x + t * stride + g * kLanes + s * kWidth), v[s], acc[i][t][s]);
   };
-  for (int64_t g = 0; g < whole; ++g)
+  int64_t g = 0;
+  for (; g + R::kLineGroups <= whole; g += R::kLineGroups)
+    for (int i = 0; i < ROWS; ++i) {
+      r[i].prefetch(g);
+      for (int j = 0; j < R::kLineGroups; ++j) {
+        V v[kSlices];
+        r[i].group(g + j, v);
+        add_group(v, i, g + j);
+      }
+    }
+  for (; g < whole; ++g)
     for (int i = 0; i < ROWS; ++i) {
       V v[kSlices];
-      r[i].prefetch(g);
       r[i].group(g, v);
       add_group(v, i, g);
     }
@@ -390,7 +400,7 @@ inline void gemm(const float* x, int64_t tokens, const Matrix& w, int64_t row, i
       float* to = panel + i * kWidth;
       for (int64_t g = 0; g < n; ++g) {
         V v[kSlices];
-        r.prefetch(g0 + g);
+        if (g % R::kLineGroups == 0) r.prefetch(g0 + g);
         if (g0 + g < whole) r.group(g0 + g, v);
         else r.tail(g0 + g, v);
         for (int s = 0; s < kSlices; ++s) store(to + (s * kPanelGroups + g) * kTileRows * kWidth, v[s]);
