@@ -8,6 +8,8 @@ import os
 import pty
 import re
 import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from sluice.daemon.cli import run_command
 from sluice.daemon.client.answer import Answer, Said, Thought, Waiting, ask_daemon
 from sluice.daemon.client.chat import Conversation, command, gather, repl
 from sluice.daemon.client.connection import Connection
+from sluice.daemon.client.interrupts import interruptible
 from sluice.daemon.client.screen import Screen, elapsed, harmless, size
 from sluice.daemon.client.sse import Comment, Data, SseReader
 from sluice.daemon.client.status_view import print_status, view
@@ -466,6 +469,32 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(daemon: FakeDaemon, tmp_pat
     history = tmp_path / "sluice" / "history"
     assert "tell me" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_interrupt_that_misses_the_read_ends_it_all_the_same() -> None:
+    """Played by another thread taking the signal: it is noted, and the main thread's read is not woken by it."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    asked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    handler = signal.getsignal(signal.SIGALRM)
+
+    def interrupt() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            ours.recv(1)
+    finally:
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, asked)
+        ours.close()
+        theirs.close()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == handler
 
 
 def _own_terminal() -> None:

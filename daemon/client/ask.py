@@ -13,6 +13,7 @@ import typer
 
 from sluice.daemon.client.answer import Answer, AnswerEvent, Said, Thought, Waiting, ask_daemon
 from sluice.daemon.client.connection import Connection
+from sluice.daemon.client.interrupts import interruptible
 from sluice.daemon.client.options import (
     Effort,
     MaxTokens,
@@ -83,7 +84,7 @@ def show_answer(
     thoughts = screen if out.isatty() else Screen(aside) if aside.isatty() else None
     if not show_thinking:
         thoughts = None
-    with screen, closing(ask_daemon(connection, body, answer)) as events:
+    with interruptible(), screen, closing(ask_daemon(connection, body, answer)) as events:
         try:
             _show(events, progress, screen, thoughts)
         finally:
