@@ -58,6 +58,10 @@ class Acquisition(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    @property
+    def was_resident(self) -> bool:
+        """Whether all were in memory when asked for, and stay there until the exit."""
+
     def as_they_arrive(self) -> Iterator[Expert]:
         """Each expert once, in order of arrival. Raises StorageError when one cannot be had."""
 
@@ -224,7 +228,7 @@ class ExpertAcquisition:
 
     @property
     def was_resident(self) -> bool:
-        """Whether no expert of it had to be read or waited for."""
+        """See Acquisition."""
         return bool(self._resident)
 
     def __enter__(self) -> Self:

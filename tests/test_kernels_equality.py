@@ -100,7 +100,7 @@ def test_every_code_under_every_scale(isa):
 @given(
     SEEDS, st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from(["mx", "bf16", "f4"])
 )
-def test_expert_mlp_and_gated_mlp(isa, seed, t, d, inner, silu, dtype):
+def test_experts(isa, seed, t, d, inner, silu, dtype):
     rng = np.random.default_rng(seed)
     d, inner = d * 32, inner * 32
     x = numbers(rng, (t, d), "normal")
@@ -115,9 +115,12 @@ def test_expert_mlp_and_gated_mlp(isa, seed, t, d, inner, silu, dtype):
     ids = rng.permutation(7)[:5].astype(np.int32)
 
     def compute(m: ModuleType):
-        slots, out = np.zeros((7, d), np.float32), np.full((t, d), np.nan, np.float32)
-        m.expert_mlp(x, rows, *w, act, slots, ids)
-        m.gated_mlp(x, *w, act, out)
+        slots, h, up, out = (np.zeros((n, k), np.float32) for n, k in ((7, d), (t, inner), (t, inner), (t, d)))
+        m.experts(x, [m.ExpertWeights(*w)], [rows], act, slots, [ids])
+        m.matmul(x, w[0], h)
+        m.matmul(x, w[1], up)
+        m.glu(h, up, act, h)
+        m.matmul(h, w[2], out)
         return [slots, out]
 
     slots, out = assert_same_bits(isa, compute)
@@ -278,7 +281,7 @@ def test_threads_and_batches_change_nothing(isa, threads):
     def compute(m: ModuleType):
         out, slots, ctx = np.empty((t, 333), np.float32), np.empty((t, d), np.float32), np.empty((t, 3, 64), np.float32)
         m.matmul(x, brain, out)
-        m.expert_mlp(x, every, *w, kernels.SILU, slots, every)
+        m.experts(x, [m.ExpertWeights(*w)], [every], kernels.SILU, slots, [every])
         m.mla_attention(q, cache, 30, 0.1, ctx)
         return [out, slots, ctx]
 
@@ -292,7 +295,7 @@ def test_threads_and_batches_change_nothing(isa, threads):
             parts = [np.empty_like(o[row]) for o in together]
             n = len(parts[0])
             module.matmul(x[row], brain, parts[0])
-            module.expert_mlp(x, every[row], *w, kernels.SILU, parts[1], every[:n])
+            module.experts(x, [module.ExpertWeights(*w)], [every[row]], kernels.SILU, parts[1], [every[:n]])
             module.mla_attention(q[row], cache, 30 + a, 0.1, parts[2])
             for part, whole in zip(parts, together, strict=True):
                 assert part.tobytes() == whole[row].tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -22,10 +23,52 @@ SLOTS = np.split(np.arange(sum(map(len, ROWS)), dtype=np.int32), np.cumsum([len(
 
 def _direct(int8: bool = False) -> np.ndarray:
     slots = np.zeros((sum(map(len, ROWS)), D), np.float32)
-    run = kernels.expert_mlp_int8 if int8 else kernels.expert_mlp
     for w, rows, ids in zip(EXPERTS, ROWS, SLOTS, strict=True):
-        run(X, rows, *w, kernels.SILU, slots, ids)
+        kernels.experts(X, [kernels.ExpertWeights(*w)], [rows], kernels.SILU, slots, [ids], int8)
     return slots
+
+
+def _together(int8: bool = False) -> np.ndarray:
+    slots = np.zeros((sum(map(len, ROWS)), D), np.float32)
+    weights = [kernels.ExpertWeights(*w) for w in EXPERTS]
+    kernels.experts(X, weights, ROWS, kernels.SILU, slots, SLOTS, int8)
+    return slots
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("int8", [False, True])
+def test_experts_in_one_call_give_the_bits_of_single_calls(threads, int8):
+    with restored():
+        kernels.configure_threads(threads)
+        assert _together(int8).tobytes() == _direct(int8).tobytes()
+
+
+@pytest.mark.parametrize("counts", [[1] * 16, [0, 3, 0], [64, 1], [63, 2, 64], [200, 5, 1, 70], []])
+def test_any_numbers_of_rows_a_call_are_the_rows_alone(counts):
+    """One token's experts share their laid-out row; more than 64 rows go in several runs; an expert may have none."""
+    rng = np.random.default_rng(len(counts))
+    x = numbers(rng, (70, D), "normal")
+    weights = [kernels.ExpertWeights(*EXPERTS[i % 7]) for i in range(len(counts))]
+    rows = [rng.integers(0, 1 if max(counts) == 1 else 70, n).astype(np.int32) for n in counts]
+    ids = np.split(rng.permutation(sum(counts)).astype(np.int32), np.cumsum(counts)[:-1]) if counts else []
+    got, alone = (np.zeros((max(1, sum(counts)), D), np.float32) for _ in range(2))
+    kernels.experts(x, weights, rows, kernels.SILU, got, ids)
+    for w, wanted, filled in zip(weights, rows, ids, strict=True):
+        for row, slot in zip(wanted, filled, strict=True):
+            kernels.experts(x, [w], [np.array([row], np.int32)], kernels.SILU, alone, [np.array([slot], np.int32)])
+    assert got.tobytes() == alone.tobytes()
+
+
+def test_weights_outlive_the_arrays_they_were_made_of():
+    w1, w3, w2 = EXPERTS[0]
+    packed = w1.packed.copy()
+    weights = kernels.ExpertWeights(kernels.Mxfp4(packed, w1.scales.copy()), w3, w2)
+    held = sys.getrefcount(packed)
+    slots = np.zeros((len(ROWS[0]), D), np.float32)
+    kernels.experts(X, [weights], [ROWS[0]], kernels.SILU, slots, [np.arange(len(ROWS[0]), dtype=np.int32)])
+    assert slots.tobytes() == _direct()[SLOTS[0]].tobytes()
+    del weights
+    assert sys.getrefcount(packed) == held - 1
 
 
 def test_widths_change_no_bit():
@@ -49,6 +92,7 @@ def test_homes_change_no_bit_and_leave_no_piece_out(homes, int8):
         kernels.configure_threads(len(homes), homes=homes)
         for _ in range(20):
             assert _direct(int8).tobytes() == expected.tobytes()
+            assert _together(int8).tobytes() == expected.tobytes()
         kernels.set_widths(experts=1)  # the caller alone takes every share
         try:
             assert _direct(int8).tobytes() == expected.tobytes()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice import kernels
-from sluice.kernels import Mxfp4, Situ
+from sluice.kernels import ExpertWeights, Mxfp4, Situ
 
 RNG = np.random.default_rng(20)
 F32 = np.float32
@@ -204,6 +204,8 @@ X, W, OUT = np.ones((2, 64), F32), np.ones((3, 64), F32), np.empty((2, 3), F32)
 MX = random_mxfp4(np.random.default_rng(0), 3, 64)
 IDS = np.zeros(1, np.int32)
 W1, W2 = np.ones((32, 64), F32), np.ones((64, 32), F32)
+EXPERT = ExpertWeights(W1, W1, W2)
+NARROW = ExpertWeights(W1[:16].copy(), W1[:16].copy(), W2[:, :16].copy())
 
 
 @pytest.mark.parametrize(
@@ -224,13 +226,25 @@ W1, W2 = np.ones((32, 64), F32), np.ones((64, 32), F32)
         (lambda: kernels.matmul(X, Mxfp4(MX.packed, MX.scales[:, :1].copy()), OUT), "w.scales"),
         (lambda: kernels.matmul(X, Mxfp4(MX.packed.view(np.int8), MX.scales), OUT), "w.packed"),
         (lambda: kernels.matmul(np.ones((3, 3), F32)[1:], np.ones((3, 3), F32), _read_only((2, 3))), "out"),
-        (lambda: kernels.expert_mlp(X, IDS + 2, W1, W1, W2, kernels.SILU, X.copy(), IDS), "rows"),
-        (lambda: kernels.expert_mlp(X, IDS - 1, W1, W1, W2, kernels.SILU, X.copy(), IDS), "rows"),
-        (lambda: kernels.expert_mlp(X, IDS, W1, W1, W2, kernels.SILU, X.copy(), IDS + 2), "slot_ids"),
-        (lambda: kernels.expert_mlp(X, IDS, W1, W1, W2, kernels.SILU, X.copy(), IDS.astype(np.int64)), "slot_ids"),
-        (lambda: kernels.expert_mlp(X, IDS, W1, W1, W1, kernels.SILU, X.copy(), IDS), "w2"),
-        (lambda: kernels.expert_mlp(X, IDS, W1, W1, W2, (1.0,), X.copy(), IDS), "act"),
-        (lambda: kernels.expert_mlp(X, IDS, W1, W1, W2, Situ(0.0, 1.0), X.copy(), IDS), "act"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS + 2], kernels.SILU, X.copy(), [IDS]), "rows"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS - 1], kernels.SILU, X.copy(), [IDS]), "rows"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS], kernels.SILU, X.copy(), [IDS + 2]), "slot_ids"),
+        (
+            lambda: kernels.experts(X, [EXPERT], [IDS], kernels.SILU, X.copy(), [IDS.astype(np.int64)]),
+            "slot_ids",
+        ),
+        (lambda: kernels.experts(X, [ExpertWeights(W1, W1, W1)], [IDS], kernels.SILU, X.copy(), [IDS]), "w2"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS], (1.0,), X.copy(), [IDS]), "act"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS], Situ(0.0, 1.0), X.copy(), [IDS]), "act"),
+        (lambda: kernels.experts(X, [W1], [IDS], kernels.SILU, X.copy(), [IDS]), "weights"),
+        (lambda: kernels.experts(X, [EXPERT], [], kernels.SILU, X.copy(), [IDS]), "rows"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS], kernels.SILU, X.copy(), []), "slot_ids"),
+        (lambda: kernels.experts(X, [EXPERT], [IDS], kernels.SILU, X.copy(), [IDS], True), "w1"),
+        (lambda: kernels.experts(X[:, :2].copy(), [EXPERT], [IDS], kernels.SILU, X[:, :2].copy(), [IDS]), "w1"),
+        (
+            lambda: kernels.experts(X, [EXPERT, NARROW], [IDS, IDS], kernels.SILU, X.copy(), [IDS, IDS]),
+            "weights: expert 1",
+        ),
         (lambda: kernels.rmsnorm(X, X[0, :5].copy(), 1e-5, X), "weight"),
         (lambda: kernels.rmsnorm(X, X[0].copy(), float("nan"), X), "eps"),
         (lambda: kernels.short_conv(X, np.ones((64, 0), F32), np.empty((0, 64), F32), X.copy()), "weight"),

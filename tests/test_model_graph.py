@@ -219,6 +219,16 @@ def test_the_size_of_a_matrix_s_runs_and_the_order_of_arrival_never_change_a_bit
     assert experts.open == 0
 
 
+@pytest.mark.parametrize("size", [1, 33])
+def test_experts_in_memory_taken_in_one_call_give_the_same_bits(
+    case: tuple[ref.Config, ref.Tensors, list[int], str], size: int
+) -> None:
+    config, tensors, tokens, expected = case
+    net, _, experts = network(config, tensors, shuffle=3, resident=True)
+    assert fingerprint(run(net, tokens, size)) == expected
+    assert experts.open == 0
+
+
 def test_a_sequence_beside_others_gets_the_bits_it_gets_alone(
     case: tuple[ref.Config, ref.Tensors, list[int], str],
 ) -> None:

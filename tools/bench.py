@@ -228,7 +228,7 @@ def kernel_figures() -> Iterator[Figure]:
             rng.integers(0, 256, (n, k // 2), dtype=np.uint8), rng.integers(118, 124, (n, k // 32), dtype=np.uint8)
         )
 
-    experts = [(packed(INNER, LATENT), packed(INNER, LATENT), packed(LATENT, INNER)) for _ in range(12)]
+    experts = [(packed(INNER, LATENT), packed(INNER, LATENT), packed(LATENT, INNER)) for _ in range(16)]
     matrices = [m for expert in experts for m in expert[:2]]
     weights, packed_bytes = sum(m.packed.size * 2 for m in matrices), sum(m.packed.nbytes for m in matrices)
     alone: dict[int, float] = {}
@@ -248,14 +248,14 @@ def kernel_figures() -> Iterator[Figure]:
                 yield Figure(f"int8 against float activations, rows {rows}", alone[rows] / taken, "x")
     yield Figure("MXFP4, 16 rows together against 16 alone", 16 * alone[1] / alone[16], "x")
 
-    x, slots, first = floats(1, LATENT), np.empty((1, LATENT), np.float32), np.zeros(1, np.int32)
+    x, slots, first = floats(1, LATENT), np.empty((len(experts), LATENT), np.float32), np.zeros(1, np.int32)
+    held, places = [kernels.ExpertWeights(*e) for e in experts], list(np.arange(len(experts), dtype=np.int32)[:, None])
     expert_bytes = sum(m.packed.nbytes + m.scales.nbytes for m in experts[0])
     act = kernels.Situ(4.0, 25.0)
-    for name, run in (("expert", kernels.expert_mlp), ("int8 expert", kernels.expert_mlp_int8)):
+    for name, int8 in (("expert", False), ("int8 expert", True)):
 
-        def every(run: Any = run) -> None:
-            for expert in experts:
-                run(x, first, *expert, act, slots, first)
+        def every(int8: bool = int8) -> None:
+            kernels.experts(x, held, [first] * len(held), act, slots, places, int8)
 
         taken, ratio = beside(every, read)
         size = expert_bytes * len(experts)
@@ -331,9 +331,9 @@ def numeric_figures(model: str | None) -> Iterator[Figure]:
     kernels.matmul_int8(x, packed[0], products[1])
     yield Figure("int8 activations: error of one product", relative(products[1], products[0]), "error")
     answers = [np.empty((16, LATENT), np.float32) for _ in range(2)]
-    for run, slots in zip((kernels.expert_mlp, kernels.expert_mlp_int8), answers, strict=True):
-        w1, w3, w2 = packed
-        run(x, rows, w1, w3, w2, kernels.Situ(4.0, 25.0), slots, rows)
+    weights = kernels.ExpertWeights(*packed)
+    for int8, slots in zip((False, True), answers, strict=True):
+        kernels.experts(x, [weights], [rows], kernels.Situ(4.0, 25.0), slots, [rows], int8)
     yield Figure("int8 activations: error of one expert", relative(answers[1], answers[0]), "error")
     yield from _model_numerics(model or "mini", relative)
 

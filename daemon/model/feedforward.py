@@ -7,7 +7,6 @@ router order, so that what was cached never changes a bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,6 @@ from sluice.io.errors import SluiceError, StorageError, StoreError
 from sluice.io.experts import Acquisition, Expert, ExpertSource
 
 Activation = kernels.Situ | kernels.Silu
-Weight = NDArray[Any] | kernels.Mxfp4
 OnRoute = Callable[[int, I32], None]
 RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
 """Told which rows of the pass are lost and why; the pass goes on for the others."""
@@ -56,7 +54,7 @@ class Mixture:
     ) -> None:
         """on_route: told every routing decision, (layer, ids (T, chosen)); the ids are only lent. int8_activations:
         what enters an expert's matrices is rounded to int8 per group of 32, another numerics (MXFP4 experts only)."""
-        self._expert_mlp: Any = kernels.expert_mlp_int8 if int8_activations else kernels.expert_mlp
+        self._int8 = int8_activations
         self._c = c
         self._on_route = on_route
         self._act = activation(c)
@@ -134,7 +132,10 @@ class Mixture:
     ) -> None:
         """Take every expert as it arrives and out of `wanted`. When one cannot be read its rows are failed, and
         those that only they wanted are out of `wanted` too: what is left must be asked for again."""
-        act, looked_over = self._act, self._looked_over[layer]
+        looked_over = self._looked_over[layer]
+        weights: list[kernels.ExpertWeights] = []
+        rows_of: list[I32] = []
+        slots_of: list[I32] = []
         try:
             for expert in arriving.as_they_arrive():
                 rows, filled = wanted.pop(expert.id)
@@ -146,8 +147,14 @@ class Mixture:
                     looked_over.add(expert.id)
                 if expert.matrices is None:
                     expert.matrices = _matrices(expert)
-                w1, w2, w3 = expert.matrices
-                self._expert_mlp(z, rows, w1, w3, w2, act, slots, filled)
+                weights.append(expert.matrices)
+                rows_of.append(rows)
+                slots_of.append(filled)
+                if not arriving.was_resident:  # its memory is wanted by others: compute it before the next arrives
+                    kernels.experts(z, weights, rows_of, self._act, slots, slots_of, self._int8)
+                    weights, rows_of, slots_of = [], [], []
+            if weights:
+                kernels.experts(z, weights, rows_of, self._act, slots, slots_of, self._int8)
         except StorageError as error:
             failed = wanted.pop(error.expert, None) if error.expert is not None else None
             if failed is None or error.layer not in (layer, None):
@@ -186,13 +193,12 @@ class Groups:
         return {int(flat[slots[0]]): (slots // self._chosen, slots) for slots in groups}
 
 
-def _matrices(expert: Expert) -> tuple[Weight, Weight, Weight]:
-    """w1, w2, w3 as kernels take them: MXFP4 iff the parts are packed."""
+def _matrices(expert: Expert) -> kernels.ExpertWeights:
+    """The three matrices as kernels take them: MXFP4 iff the parts are packed."""
     parts = expert.parts
     if "w1.weight" in parts:
-        return parts["w1.weight"], parts["w2.weight"], parts["w3.weight"]
-    return (
-        kernels.Mxfp4(parts["w1.weight_packed"], parts["w1.weight_scale"]),
-        kernels.Mxfp4(parts["w2.weight_packed"], parts["w2.weight_scale"]),
-        kernels.Mxfp4(parts["w3.weight_packed"], parts["w3.weight_scale"]),
+        return kernels.ExpertWeights(parts["w1.weight"], parts["w3.weight"], parts["w2.weight"])
+    w1, w3, w2 = (
+        kernels.Mxfp4(parts[f"{name}.weight_packed"], parts[f"{name}.weight_scale"]) for name in ("w1", "w3", "w2")
     )
+    return kernels.ExpertWeights(w1, w3, w2)

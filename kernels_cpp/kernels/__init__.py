@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._native import (
+    ExpertWeights,
     absorb_query,
     attnres_mix,
     available_isas,
@@ -35,10 +36,8 @@ from ._native import (
     configure_threads,
     exp,
     expand_values,
-    expert_mlp,
-    expert_mlp_int8,
+    experts,
     finite,
-    gated_mlp,
     glu,
     isa,
     kda_decay,
@@ -97,6 +96,7 @@ if forced := os.environ.get("SLUICE_ISA"):
 
 __all__ = [
     "SILU",
+    "ExpertWeights",
     "Mxfp4",
     "Silu",
     "Situ",
@@ -107,10 +107,8 @@ __all__ = [
     "configure_threads",
     "exp",
     "expand_values",
-    "expert_mlp",
-    "expert_mlp_int8",
+    "experts",
     "finite",
-    "gated_mlp",
     "glu",
     "isa",
     "kda_decay",

@@ -22,18 +22,27 @@ def matmul_int8(x: F32, w: Mxfp4, out: F32) -> None:
     is not finite gives NaN. Weights are MXFP4 only.
     """
 
-def expert_mlp(x: F32, rows: I32, w1: Weights, w3: Weights, w2: Weights, act: Act, slots: F32, slot_ids: I32) -> None:
-    """slots[slot_ids[i]] = w2 act(w1 x[rows[i]], w3 x[rows[i]]) for every i.
+class ExpertWeights:
+    """One expert's matrices, checked once and held: w1 and w3 [I, D], w2 [D, I], all of one kind."""
 
-    x [T, D], rows [n] in 0..T-1, w1 and w3 [I, D], w2 [D, I] all of one kind, slots [S, D], slot_ids [n] in 0..S-1,
-    distinct (of a repeated one the last written stays, and which that is is not said).
+    def __init__(self, w1: Weights, w3: Weights, w2: Weights) -> None: ...
+
+def experts(
+    x: F32,
+    weights: list[ExpertWeights],
+    rows: list[I32],
+    act: Act,
+    slots: F32,
+    slot_ids: list[I32],
+    int8: bool = False,
+) -> None:
+    """For every expert e: slots[slot_ids[e][i]] = w2 act(w1 x[rows[e][i]], w3 x[rows[e][i]]) for every i.
+
+    x [T, D], rows[e] [n_e] in 0..T-1, slots [S, D], slot_ids[e] [n_e] in 0..S-1, distinct over all experts (of a
+    repeated one the last written stays, and which that is is not said). Experts are of one kind and shape. int8: with
+    int8 activations in front of all three matrices, as in `matmul_int8`; MXFP4 weights only. All experts of a layer in
+    one call cost the pool four meetings of its threads instead of four each.
     """
-
-def expert_mlp_int8(x: F32, rows: I32, w1: Mxfp4, w3: Mxfp4, w2: Mxfp4, act: Act, slots: F32, slot_ids: I32) -> None:
-    """`expert_mlp` with int8 activations in front of all three matrices, as in `matmul_int8`."""
-
-def gated_mlp(x: F32, w_gate: Weights, w_up: Weights, w_down: Weights, act: Act, out: F32) -> None:
-    """out[t] = w_down act(w_gate x[t], w_up x[t]). x [T, D], w_gate and w_up [I, D], w_down [D2, I], out [T, D2]."""
 
 def glu(gate: F32, up: F32, act: Act, out: F32) -> None:
     """act(gate, up) elementwise, all of one shape; out may be gate or up."""
@@ -145,7 +154,7 @@ def configure_threads(
     """
 
 def set_widths(others: int = 0, experts: int = 0) -> None:
-    """How many of the threads routed experts (expert_mlp, expert_mlp_int8) and all other operations use; 0 is all."""
+    """How many of the threads routed experts (`experts`) and all other operations use; 0 is all."""
 
 def wake_seconds() -> float:
     """Time until all threads work on one job together and have left it: small when they spin, larger from sleep."""

@@ -185,39 +185,47 @@ void matmul(const py::object& x_, const py::object& w_, const py::object& out_) 
   driver::matmul(x.p, tokens, w.m, out.p, INT8);
 }
 
-template <bool INT8>
-void expert_mlp(const py::object& x_, const py::object& rows_, const py::object& w1_, const py::object& w3_,
-                const py::object& w2_, const py::object& act_, const py::object& slots_, const py::object& ids_) {
-  Weight w1 = weight(w1_, "w1"), w3 = weight(w3_, "w3"), w2 = weight(w2_, "w2");
-  if (w1.m.kind != w3.m.kind || w1.m.kind != w2.m.kind) refuse("w1, w3, w2: not of one kind");
-  if (INT8) needs_packed(w1, "w1");
-  In x(x_, "x", {-1, w1.m.cols});
-  weight_shape(w3, "w3", w1.m.rows, w1.m.cols);
-  weight_shape(w2, "w2", w1.m.cols, w1.m.rows);
-  Out slots(slots_, "slots", {-1, w2.m.rows});
-  Activation act = activation(act_);
-  py::array rows = indexes(rows_, "rows", -1, x.dim(0));
-  py::array ids = indexes(ids_, "slot_ids", rows.shape(0), slots.a.shape(0));
-  apart(slots.a, "slots", x.a, "x");
-  const int32_t *row = static_cast<const int32_t*>(rows.data()), *id = static_cast<const int32_t*>(ids.data());
-  int64_t n = rows.shape(0);
-  py::gil_scoped_release release;
-  driver::mlp(x.p, row, n, w1.m, w3.m, w2.m, act, slots.p, id, INT8, true);
-}
+// One expert's three matrices, checked once and held: what a layer's call takes many of.
+struct ExpertWeights {
+  Weight w1, w3, w2;
+  ExpertWeights(const py::object& w1_, const py::object& w3_, const py::object& w2_)
+      : w1(weight(w1_, "w1")), w3(weight(w3_, "w3")), w2(weight(w2_, "w2")) {
+    if (w1.m.kind != w3.m.kind || w1.m.kind != w2.m.kind) refuse("w1, w3, w2: not of one kind");
+    weight_shape(w3, "w3", w1.m.rows, w1.m.cols);
+    weight_shape(w2, "w2", w1.m.cols, w1.m.rows);
+  }
+  bool like(const ExpertWeights& other) const {
+    return w1.m.kind == other.w1.m.kind && w1.m.rows == other.w1.m.rows && w1.m.cols == other.w1.m.cols;
+  }
+};
 
-void gated_mlp(const py::object& x_, const py::object& gate_, const py::object& up_, const py::object& down_,
-               const py::object& act_, const py::object& out_) {
-  Weight gate = weight(gate_, "w_gate"), up = weight(up_, "w_up"), down = weight(down_, "w_down");
-  In x(x_, "x", {-1, gate.m.cols});
-  weight_shape(up, "w_up", gate.m.rows, gate.m.cols);
-  weight_shape(down, "w_down", -1, gate.m.rows);
-  if (gate.m.kind != up.m.kind) refuse("w_gate, w_up: not of one kind");
-  Out out(out_, "out", {x.dim(0), down.m.rows});
+void experts(const py::object& x_, const py::list& weights, const py::list& rows_, const py::object& act_,
+             const py::object& slots_, const py::list& ids_, bool int8) {
+  if (rows_.size() != weights.size()) refuse("rows: not one array for each expert");
+  if (ids_.size() != weights.size()) refuse("slot_ids: not one array for each expert");
+  In x(x_, "x", {-1, -1});
+  Out slots(slots_, "slots", {-1, x.dim(1)});
   Activation act = activation(act_);
-  apart(out.a, "out", x.a, "x");
-  int64_t tokens = x.dim(0);
-  py::gil_scoped_release release;
-  driver::mlp(x.p, nullptr, tokens, gate.m, up.m, down.m, act, out.p, nullptr);
+  apart(slots.a, "slots", x.a, "x");
+  std::vector<driver::ExpertJob> jobs;
+  const ExpertWeights* first = nullptr;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!py::isinstance<ExpertWeights>(weights[i])) refuse("weights: not a list of ExpertWeights");
+    const ExpertWeights& w = weights[i].cast<const ExpertWeights&>();
+    if (first == nullptr) {
+      first = &w;
+      weight_shape(w.w1, "w1", -1, x.dim(1));
+      if (int8) needs_packed(w.w1, "w1");
+    } else if (!w.like(*first)) {
+      refuse("weights: expert " + std::to_string(i) + " is not of the first one's kind and shape");
+    }
+    py::array rows = indexes(rows_[i], "rows", -1, x.dim(0));
+    py::array ids = indexes(ids_[i], "slot_ids", rows.shape(0), slots.a.shape(0));
+    jobs.push_back({w.w1.m, w.w3.m, w.w2.m, static_cast<const int32_t*>(rows.data()),
+                    static_cast<const int32_t*>(ids.data()), rows.shape(0)});
+  }
+  py::gil_scoped_release release;  // the lists hold the arrays
+  driver::experts(x.p, jobs, act, slots.p, int8);
 }
 
 void glu(const py::object& gate_, const py::object& up_, const py::object& act_, const py::object& out_) {
@@ -540,12 +548,10 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Compiled kernels; sluice.kernels documents them.";
   m.def("matmul", &matmul<false>, py::arg("x"), py::arg("w"), py::arg("out"));
   m.def("matmul_int8", &matmul<true>, py::arg("x"), py::arg("w"), py::arg("out"));
-  m.def("expert_mlp", &expert_mlp<false>, py::arg("x"), py::arg("rows"), py::arg("w1"), py::arg("w3"), py::arg("w2"),
-        py::arg("act"), py::arg("slots"), py::arg("slot_ids"));
-  m.def("expert_mlp_int8", &expert_mlp<true>, py::arg("x"), py::arg("rows"), py::arg("w1"), py::arg("w3"),
-        py::arg("w2"), py::arg("act"), py::arg("slots"), py::arg("slot_ids"));
-  m.def("gated_mlp", &gated_mlp, py::arg("x"), py::arg("w_gate"), py::arg("w_up"), py::arg("w_down"), py::arg("act"),
-        py::arg("out"));
+  py::class_<ExpertWeights>(m, "ExpertWeights", py::module_local())
+      .def(py::init<py::object, py::object, py::object>(), py::arg("w1"), py::arg("w3"), py::arg("w2"));
+  m.def("experts", &experts, py::arg("x"), py::arg("weights"), py::arg("rows"), py::arg("act"), py::arg("slots"),
+        py::arg("slot_ids"), py::arg("int8") = false);
   m.def("glu", &glu, py::arg("gate"), py::arg("up"), py::arg("act"), py::arg("out"));
   m.def("rmsnorm", &rmsnorm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("out"));
   m.def("l2norm", &l2norm, py::arg("x"), py::arg("eps"), py::arg("scale"), py::arg("out"));

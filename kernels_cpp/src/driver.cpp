@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "pool.hpp"
 
@@ -99,50 +100,111 @@ void matmul(const float* x, int64_t tokens, const Matrix& w, float* out, bool in
   }
 }
 
-void mlp(const float* x, const int32_t* rows, int64_t total, const Matrix& w_gate, const Matrix& w_up,
-         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids, bool int8, bool routed) {
+namespace {
+
+// Jobs of one shape with at most kMaxTokens rows together: four phases for all of them. Pieces go through the rows of
+// the matrices in order and within a piece's rows through the jobs, so that a home's share is the same rows of each.
+void run_experts(const float* x, const ExpertJob* jobs, int64_t count, const Activation& act, float* slots, bool int8) {
   const Ops& o = ops();
   const Form form = {o, int8};
-  int64_t inner = w_gate.rows;
-  for (int64_t t0 = 0; t0 < total; t0 += kMaxTokens) {
-    int64_t n = std::min(kMaxTokens, total - t0);
-    Pool::Lease lease;
-    Pool& pool = lease.pool();
-    float* prepared = pool.shared(kPrepared, form.floats(n, w_gate.cols));
-    float* hidden = pool.shared(kHidden, n * inner);
-    float* up = pool.shared(kUp, n * inner);
-    float* prepared_hidden = pool.shared(kPreparedHidden, form.floats(n, inner));
-    pool.reserve_workers(o.product_scratch(n) + 64);
-    const float *in[kMaxTokens], *inner_in[kMaxTokens];
-    float *to_gate[kMaxTokens], *to_up[kMaxTokens], *to[kMaxTokens];
-    for (int64_t t = 0; t < n; ++t) {
-      in[t] = x + (rows ? rows[t0 + t] : t0 + t) * w_gate.cols;
+  const Matrix &w1 = jobs[0].w1, &w2 = jobs[0].w2;
+  int64_t inner = w1.rows, cols = w1.cols, total = 0, most = 0;
+  struct Place {
+    int64_t row, prepared, prepared_hidden;  // where the job's rows begin, in rows and in floats
+  };
+  std::vector<Place> at(static_cast<size_t>(count));
+  std::vector<std::pair<int64_t, int64_t>> blocks, hidden_blocks;  // (job, block of its tokens)
+  int64_t prepared_floats = 0, hidden_floats = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const ExpertJob& job = jobs[j];
+    Place& place = at[size_t(j)];
+    place = {total, prepared_floats, hidden_floats};
+    // one token's experts all read the same row, which is then laid out once
+    if (j > 0 && job.n == 1 && jobs[j - 1].n == 1 && job.rows[0] == jobs[j - 1].rows[0]) {
+      place.prepared = at[size_t(j - 1)].prepared;
+    } else {
+      prepared_floats += form.floats(job.n, cols);
+      for (int64_t b = 0; b < form.blocks(job.n); ++b) blocks.emplace_back(j, b);
+    }
+    hidden_floats += form.floats(job.n, inner);
+    for (int64_t b = 0; b < form.blocks(job.n); ++b) hidden_blocks.emplace_back(j, b);
+    total += job.n;
+    most = std::max(most, job.n);
+  }
+  Pool::Lease lease;
+  Pool& pool = lease.pool();
+  float* prepared = pool.shared(kPrepared, prepared_floats);
+  float* hidden = pool.shared(kHidden, total * inner);
+  float* up = pool.shared(kUp, total * inner);
+  float* prepared_hidden = pool.shared(kPreparedHidden, hidden_floats);
+  pool.reserve_workers(o.product_scratch(most) + 64);
+  const float *in[kMaxTokens], *inner_in[kMaxTokens];
+  float *to_gate[kMaxTokens], *to_up[kMaxTokens], *to[kMaxTokens];
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t i = 0; i < jobs[j].n; ++i) {
+      int64_t t = at[size_t(j)].row + i;
+      in[t] = x + jobs[j].rows[i] * cols;
       to_gate[t] = hidden + t * inner;
       to_up[t] = up + t * inner;
       inner_in[t] = to_gate[t];
-      to[t] = out + (slot_ids ? slot_ids[t0 + t] : t0 + t) * w_down.rows;
+      to[t] = slots + jobs[j].slot_ids[i] * w2.rows;
     }
-    Split first(inner, 2 * w_gate.cols * n, kRowUnit, pool.size());
-    Split second(w_down.rows, inner * n, kRowUnit, pool.size());
-    auto prepare = [&](int64_t b, int) { form.prepare(in, n, w_gate, b, prepared); };
-    auto gate_up = [&](int64_t p, int worker) {
-      int64_t r0 = p * first.grain, r1 = std::min(inner, r0 + first.grain);
-      float* scratch = pool.worker(worker, 0);
-      form.product(prepared, n, w_gate, r0, r1, to_gate, scratch);
-      form.product(prepared, n, w_up, r0, r1, to_up, scratch);
-      for (int64_t t = 0; t < n; ++t) o.glu(to_gate[t] + r0, to_up[t] + r0, r1 - r0, &act, to_gate[t] + r0);
-    };
-    auto prepare_hidden = [&](int64_t b, int) { form.prepare(inner_in, n, w_down, b, prepared_hidden); };
-    auto down = [&](int64_t p, int worker) {
-      int64_t r0 = p * second.grain;
-      form.product(prepared_hidden, n, w_down, r0, std::min(w_down.rows, r0 + second.grain), to,
-                   pool.worker(worker, 0));
-    };
-    int64_t blocks = form.blocks(n);
-    Pool::Phase phases[] = {phase(blocks, prepare), phase(first.pieces, gate_up, routed),
-                            phase(blocks, prepare_hidden), phase(second.pieces, down, routed)};
-    pool.run(phases, 4, first.alone && second.alone ? 1 : (routed ? g_experts : g_others).load());
-  }
+  Split first(inner, 2 * cols * most, kRowUnit, pool.size());
+  Split second(w2.rows, inner * most, kRowUnit, pool.size());
+  auto prepare = [&](int64_t p, int) {
+    auto [j, b] = blocks[size_t(p)];
+    const Place& place = at[size_t(j)];
+    form.prepare(in + place.row, jobs[j].n, jobs[j].w1, b, prepared + place.prepared);
+  };
+  auto gate_up = [&](int64_t p, int worker) {
+    const ExpertJob& job = jobs[p % count];
+    const Place& place = at[size_t(p % count)];
+    int64_t r0 = p / count * first.grain, r1 = std::min(inner, r0 + first.grain);
+    float *scratch = pool.worker(worker, 0), *const *gate = to_gate + place.row;
+    form.product(prepared + place.prepared, job.n, job.w1, r0, r1, gate, scratch);
+    form.product(prepared + place.prepared, job.n, job.w3, r0, r1, to_up + place.row, scratch);
+    for (int64_t t = 0; t < job.n; ++t) o.glu(gate[t] + r0, to_up[place.row + t] + r0, r1 - r0, &act, gate[t] + r0);
+  };
+  auto prepare_hidden = [&](int64_t p, int) {
+    auto [j, b] = hidden_blocks[size_t(p)];
+    const Place& place = at[size_t(j)];
+    form.prepare(inner_in + place.row, jobs[j].n, jobs[j].w2, b, prepared_hidden + place.prepared_hidden);
+  };
+  auto down = [&](int64_t p, int worker) {
+    const ExpertJob& job = jobs[p % count];
+    const Place& place = at[size_t(p % count)];
+    int64_t r0 = p / count * second.grain;
+    form.product(prepared_hidden + place.prepared_hidden, job.n, job.w2, r0, std::min(w2.rows, r0 + second.grain),
+                 to + place.row, pool.worker(worker, 0));
+  };
+  Pool::Phase phases[] = {phase(int64_t(blocks.size()), prepare), phase(first.pieces * count, gate_up, true),
+                          phase(int64_t(hidden_blocks.size()), prepare_hidden),
+                          phase(second.pieces * count, down, true)};
+  bool alone = pool.size() == 1 || 3 * inner * cols * total < kAlone;
+  pool.run(phases, 4, alone ? 1 : g_experts.load());
+}
+
+}  // namespace
+
+void experts(const float* x, const std::vector<ExpertJob>& jobs, const Activation& act, float* slots, bool int8) {
+  std::vector<ExpertJob> batch;
+  int64_t rows = 0;
+  auto run = [&] {
+    if (!batch.empty()) run_experts(x, batch.data(), int64_t(batch.size()), act, slots, int8);
+    batch.clear();
+    rows = 0;
+  };
+  for (const ExpertJob& job : jobs)
+    for (int64_t begin = 0; begin < job.n; begin += kMaxTokens) {
+      ExpertJob part = job;
+      part.rows += begin;
+      part.slot_ids += begin;
+      part.n = std::min(kMaxTokens, job.n - begin);
+      if (rows + part.n > kMaxTokens) run();
+      batch.push_back(part);
+      rows += part.n;
+    }
+  run();
 }
 
 void map(Map f, const float* x, int64_t n, float* out) {

@@ -1,6 +1,7 @@
 // How an operation is cut into pieces for the pool. Arguments are already checked: every pointer and index is good.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "kernels.hpp"
 
@@ -19,10 +20,13 @@ void set_widths(int others, int experts);
 
 // int8: activations rounded to 8 bits (kernels.hpp says how); weights are then kMxfp4.
 void matmul(const float* x, int64_t tokens, const Matrix& w, float* out, bool int8 = false);
-// slots[slot_ids[i]] = w_down act(w_gate x[rows[i]], w_up x[rows[i]]); null index arrays mean the identity.
-void mlp(const float* x, const int32_t* rows, int64_t n, const Matrix& w_gate, const Matrix& w_up,
-         const Matrix& w_down, const Activation& act, float* out, const int32_t* slot_ids, bool int8 = false,
-         bool routed = false);
+// slots[slot_ids[i]] = w2 act(w1 x[rows[i]], w3 x[rows[i]]), i < n, for every job; their matrices are of one shape.
+struct ExpertJob {
+  Matrix w1, w3, w2;
+  const int32_t *rows, *slot_ids;
+  int64_t n;
+};
+void experts(const float* x, const std::vector<ExpertJob>& jobs, const Activation& act, float* slots, bool int8);
 
 using Map = void (*)(const float*, int64_t, float*);
 void map(Map f, const float* x, int64_t n, float* out);

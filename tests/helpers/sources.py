@@ -105,7 +105,8 @@ class FakeTrunk:
 
 class FakeExperts:
     """shuffle: a seed for the order of arrival, None for the order asked for. failing: (layer, expert) that cannot
-    be read. `asked` and `hinted` hold every call."""
+    be read. resident: all are in memory, and lent until the acquisition's exit instead of until the next one arrives.
+    `asked` and `hinted` hold every call."""
 
     def __init__(
         self,
@@ -114,7 +115,9 @@ class FakeExperts:
         *,
         shuffle: int | None = None,
         failing: Collection[tuple[int, int]] = (),
+        resident: bool = False,
     ) -> None:
+        self.resident = resident
         self.parts: dict[tuple[int, int], dict[str, NDArray[Any]]] = {}
         for name, array in tensors.items():
             words = name.removeprefix(prefix).split(".")
@@ -142,12 +145,21 @@ class FakeAcquisition:
     def __init__(self, source: FakeExperts, layer: int, ids: list[int]) -> None:
         self.source, self.layer, self.ids = source, layer, ids
 
+        self.was_resident = source.resident
+        self.lent: list[NDArray[Any]] = []
+
     def __enter__(self) -> Self:
         self.source.open += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         self.source.open -= 1
+        self._take_back()
+
+    def _take_back(self) -> None:
+        for array in self.lent:
+            array.view(np.uint8).fill(0xFF)
+        self.lent = []
 
     def as_they_arrive(self) -> Iterator[Expert]:
         ids = self.ids if self.source.rng is None else [self.ids[i] for i in self.source.rng.permutation(len(self.ids))]
@@ -155,9 +167,10 @@ class FakeAcquisition:
             if (self.layer, expert) in self.source.failing:
                 raise StorageError("made to fail", drive="fake", layer=self.layer, expert=expert)
             parts = {name: array.copy() for name, array in self.source.parts[self.layer, expert].items()}
+            self.lent += parts.values()
             yield Expert(expert, parts)
-            for array in parts.values():
-                array.view(np.uint8).fill(0xFF)
+            if not self.was_resident:
+                self._take_back()
 
 
 def network(
@@ -167,6 +180,7 @@ def network(
     block_rows: int | None = None,
     shuffle: int | None = None,
     failing: Collection[tuple[int, int]] = (),
+    resident: bool = False,
     fail_at: str | None = None,
     lookahead: Lookahead | None = None,
     latent_norm_eps: float | None = None,
@@ -176,7 +190,7 @@ def network(
     read = config if isinstance(config, ModelConfig) else parse_config(dict(config), latent_norm_eps=latent_norm_eps)
     binding = names.bind(read, facts(tensors))
     trunk = FakeTrunk(tensors, binding.order, block_rows=block_rows, fail_at=fail_at)
-    experts = FakeExperts(tensors, binding.prefix, shuffle=shuffle, failing=failing)
+    experts = FakeExperts(tensors, binding.prefix, shuffle=shuffle, failing=failing, resident=resident)
     return Network(read, trunk, experts, prefix=binding.prefix, lookahead=lookahead, on_route=on_route), trunk, experts
 
 
