@@ -26,6 +26,8 @@ RowsFailed = Callable[[NDArray[np.intp], SluiceError], None]
 
 Wanted = tuple[I32, I32]
 """Where one expert is wanted: rows of z it reads, slots it fills. Both (n,) int32."""
+Taken = tuple[kernels.ExpertWeights, I32, I32]
+"""An expert that has arrived, and where it is wanted."""
 
 
 def activation(c: ModelConfig) -> Activation:
@@ -133,9 +135,7 @@ class Mixture:
         """Take every expert as it arrives and out of `wanted`. When one cannot be read its rows are failed, and
         those that only they wanted are out of `wanted` too: what is left must be asked for again."""
         looked_over = self._looked_over[layer]
-        weights: list[kernels.ExpertWeights] = []
-        rows_of: list[I32] = []
-        slots_of: list[I32] = []
+        taken: list[Taken] = []
         try:
             for expert in arriving.as_they_arrive():
                 rows, filled = wanted.pop(expert.id)
@@ -147,14 +147,10 @@ class Mixture:
                     looked_over.add(expert.id)
                 if expert.matrices is None:
                     expert.matrices = _matrices(expert)
-                weights.append(expert.matrices)
-                rows_of.append(rows)
-                slots_of.append(filled)
+                taken.append((expert.matrices, rows, filled))
                 if not arriving.was_resident:  # its memory is wanted by others: compute it before the next arrives
-                    kernels.experts(z, weights, rows_of, self._act, slots, slots_of, self._int8)
-                    weights, rows_of, slots_of = [], [], []
-            if weights:
-                kernels.experts(z, weights, rows_of, self._act, slots, slots_of, self._int8)
+                    self._answer(taken, z, slots)
+            self._answer(taken, z, slots)
         except StorageError as error:
             failed = wanted.pop(error.expert, None) if error.expert is not None else None
             if failed is None or error.layer not in (layer, None):
@@ -162,6 +158,20 @@ class Mixture:
             rows_failed(failed[0].astype(np.intp), error)
             for expert_id in [e for e, (rows, _) in wanted.items() if np.isin(rows, failed[0]).all()]:
                 del wanted[expert_id]
+
+    def _answer(self, taken: list[Taken], z: F32, slots: F32) -> None:
+        """Compute the experts taken so far into their slots, in one call, and forget them."""
+        if taken:
+            kernels.experts(
+                z,
+                [w for w, _, _ in taken],
+                [r for _, r, _ in taken],
+                self._act,
+                slots,
+                [s for _, _, s in taken],
+                self._int8,
+            )
+            taken.clear()
 
 
 def _damage(layer: int, expert: Expert) -> StoreError | None:
