@@ -3,6 +3,7 @@
 The AVX-512 and VNNI units can be run through SIMDe where the CPU lacks it (developers; Debian package libsimde-dev):
 
     cmake -S kernels_cpp -B build/emulated -DSLUICE_EMULATE_AVX512=ON \\
+          -DPYBIND11_FINDPYTHON=ON -DPython_EXECUTABLE=$PWD/.venv/bin/python \\
           -Dpybind11_DIR=$(.venv/bin/python -m pybind11 --cmakedir) && cmake --build build/emulated
 
 Tests find the module in build/emulated, or in the folder named by SLUICE_EMULATED_KERNELS.
