@@ -184,6 +184,9 @@ class Network:
         self.params: dict[str, Tensor] = {}
         self.bias: dict[int, Tensor] = {}  # router correction: set by balancing, never by a gradient
         self.loads: dict[int, Tensor] = {}  # how often each expert was chosen in the last forward pass
+        self.closest_choice = (
+            math.inf
+        )  # in the last reference pass: least distance of a chosen score from the next best
         self._initialise(generator)
 
     def _initialise(self, generator: torch.Generator) -> None:
@@ -428,6 +431,7 @@ class Network:
         kept, self.params = self.params, {n: w.detach().to(dtype) for n, w in self.params.items()}
         kept_bias, self.bias = self.bias, {n: w.to(dtype) for n, w in self.bias.items()}
         routes: list[Tensor] = []
+        self.closest_choice = math.inf
         try:
             p = F.embedding(ids, self.params["model.embed_tokens.weight"])
 
@@ -441,6 +445,9 @@ class Network:
                 m = f"model.layers.{layer}.block_sparse_moe.experts."
                 shared, z, chosen, weights = self._shared_and_routed(layer, x)
                 routes.append(chosen)
+                gate = self.params[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+                best = (torch.sigmoid(x @ gate.t()) + self.bias[layer]).topk(chosen.shape[1] + 1, dim=-1).values
+                self.closest_choice = min(self.closest_choice, float((best[:, -2] - best[:, -1]).min()))
                 u = torch.zeros_like(z)
                 for e in chosen.unique().tolist():
                     row, rank = torch.nonzero(chosen == e, as_tuple=True)
