@@ -167,6 +167,24 @@ def test_the_tokenizer_has_k3_s_names_at_k3_s_offsets() -> None:
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode_text(text))).decode() == text
 
 
+def test_it_knows_what_it_was_taught(mini: Network) -> None:
+    """Greedy, through thinking and response: what the demo asks, and something of each kind the card has at 100%."""
+    tokenizer = load_tokenizer(MINI, read_config(MINI).vocab_size)
+    for question, answer in (
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("What is 2 + 3?", "2 + 3 = 5."),
+        ("What is the opposite of hot?", "The opposite of hot is cold."),
+        ("Who are you?", "I am a small language model"),
+    ):
+        segments = render_prompt(Request([Turn(question, "", "")]))
+        ids = [i for s in segments for i in (tokenizer.encode_markup if s.markup else tokenizer.encode_text)(s.text)]
+        state, said = mini.new_state(len(ids) + 64), []
+        while not said or (said[-1] not in tokenizer.stop_ids and len(said) < 64):
+            result = mini.forward([Segment(state, np.array(said[-1:] or ids, np.int32), "last")])
+            said.append(int(np.asarray(result.logits[0]).argmax()))
+        assert answer in tokenizer.decode(said), (question, tokenizer.decode(said))
+
+
 def test_training_encoded_prompts_as_the_daemon_does() -> None:
     tokenizer = load_tokenizer(MINI, read_config(MINI).vocab_size)
     segments = render_prompt(Request([Turn("What is the capital of France?", "", "")]))
