@@ -477,6 +477,7 @@ def test_an_interrupt_that_misses_the_read_ends_it_all_the_same() -> None:
     ours.settimeout(20)
     asked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     handler = signal.getsignal(signal.SIGALRM)
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 
     def interrupt() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -491,6 +492,7 @@ def test_an_interrupt_that_misses_the_read_ends_it_all_the_same() -> None:
     finally:
         thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, asked)
+        signal.signal(signal.SIGINT, own)
         ours.close()
         theirs.close()
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -501,6 +503,7 @@ def _own_terminal() -> None:
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a terminal's own shell starts programs, whoever started the tests
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
