@@ -102,11 +102,15 @@ class BufferPool:
         with self._lock:
             self._limit = limit_bytes
 
-    def arena(self, nbytes: int, label: str, populate: bool = True) -> Arena:
-        """A mapping of `nbytes`, touched. Raises BudgetError past the limit or when the kernel has none."""
+    def arena(
+        self, nbytes: int, label: str, populate: bool = True, first: Callable[[memoryview], None] = lambda memory: None
+    ) -> Arena:
+        """A mapping of `nbytes`, touched; `first` may touch it before. Raises BudgetError past the limit or when the
+        kernel has none."""
         self.take(nbytes, label)
         try:
             arena = Arena(nbytes, label)
+            first(arena.view)
             if populate:
                 arena.populate()
         except BaseException:
@@ -121,7 +125,7 @@ class BufferPool:
 
 
 NewSlot = Callable[[memoryview], None]
-"""Told the memory of a slot when it is first made."""
+"""Told a slot's memory before its pages exist: on which node they come to lie is decided by who touches them first."""
 
 
 class SlotArena:
@@ -161,18 +165,23 @@ class SlotArena:
             self._pool.take(self.slot_bytes, self._label)
             slot = self._parked.pop()
             arena, at = self._homes[slot]
+            self._touch(self._views[slot])
             arena.populate(at, self.slot_bytes)
             self._free.append(slot)
         more = slots - self.capacity
         if more > 0:
-            arena = self._pool.arena(more * self.slot_bytes, self._label)
+            arena = self._pool.arena(more * self.slot_bytes, self._label, first=self._touch)
             for i in range(more):
                 at = i * self.slot_bytes
                 self._free.append(len(self._views))
                 self._views.append(arena.view[at : at + self.slot_bytes])
                 self._homes.append((arena, at))
-                if self._new_slot is not None:
-                    self._new_slot(self._views[-1])
+
+    def _touch(self, memory: memoryview) -> None:
+        """Tell of the slots in `memory`, whose pages are about to be made."""
+        if self._new_slot is not None:
+            for at in range(0, len(memory), self.slot_bytes):
+                self._new_slot(memory[at : at + self.slot_bytes])
 
     def shrink_to(self, slots: int) -> None:
         """At most `slots` of them, now for those that are free, later for those that are lent."""

@@ -30,7 +30,8 @@ MakeReader = Callable[[asyncio.AbstractEventLoop, int], Reader]
 class IoSettings:
     """backend: auto, uring or threads. direct: auto, on or off (O_DIRECT). depth: reads in flight per drive, 1..64.
     verify: off, first or always (checksums of packed stores). stuck_seconds: a read in flight for longer fails.
-    new_slot: told the memory of every new slot of the expert cache; who binds memory to nodes does it there."""
+    new_slot: told the memory of every slot of the expert cache before it has pages; who wants them on a certain node
+    touches them there."""
 
     backend: str = "auto"
     direct: str = "auto"

@@ -154,12 +154,12 @@ def test_widths_and_cpus_do_not_change_a_bit(tiny_checkpoint, expected):
 
 
 def test_homes_on_several_nodes_do_not_change_a_bit(tiny_checkpoint, expected, monkeypatch):
-    """A machine of three nodes, faked: slots are bound (or refused) share by share, the caller stays near its own."""
-    placed: list[list[int]] = []
+    """A machine of three nodes, faked: slots are touched share by share, the caller stays near its own."""
+    placed: list[int] = []
     near: list[str] = []
     plan = ThreadPlan(5, None, (0, 1, 2, 0, 1), (0, 1, 2), 0, 0)
     monkeypatch.setattr(assembly, "this_machine", lambda compute: plan)
-    monkeypatch.setattr(placement.kernels, "place_memory", lambda memory, nodes: placed.append(nodes))
+    monkeypatch.setattr(placement.kernels, "touch_memory", lambda memory, node: placed.append(node))
     monkeypatch.setattr(assembly, "stay_near", lambda plan: near.append(threading.current_thread().name))
     start_threads(plan)
     try:
@@ -167,7 +167,7 @@ def test_homes_on_several_nodes_do_not_change_a_bit(tiny_checkpoint, expected, m
             assert fingerprint(running, PROMPT) == expected
     finally:
         kernels.configure_threads(len(kernels.physical_cores()), None)
-    assert {node for nodes in placed for node in nodes} == {0, 1, 2}
+    assert set(placed) == {0, 1, 2}
     assert near == ["sluice-engine"]
 
 

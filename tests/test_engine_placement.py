@@ -97,22 +97,22 @@ def test_every_row_belongs_to_one_share_in_order(shares):
         assert all((end - begin) % row_bytes == 0 for begin, end, _ in mine)
 
 
-def test_a_slot_is_bound_share_by_share(monkeypatch):
-    bound = []
+def test_a_slot_is_touched_share_by_share(monkeypatch):
+    touched = []
     monkeypatch.setattr(
-        placement.kernels, "place_memory", lambda array, nodes: bound.append((array.ctypes.data, array.nbytes, nodes))
+        placement.kernels, "touch_memory", lambda array, node: touched.append((array.ctypes.data, array.nbytes, node))
     )
     plan = plan_threads(ComputeSettings(), TWO_NODES)
     place = slot_placer(plan, RECORD)
     slot = np.zeros(65_536, np.uint8)
     place(memoryview(slot))
-    assert [(at - slot.ctypes.data, n, nodes) for at, n, nodes in bound] == [
-        (128, 3 * 4096, [0]),
-        (128 + 3 * 4096, 3 * 4096, [1]),
-        (128 + 6 * 4096, 3 * 256, [0]),
-        (128 + 6 * 4096 + 3 * 256, 3 * 256, [1]),
-        (40_000, 4 * 200, [0]),
-        (40_000 + 4 * 200, 5 * 200, [1]),
+    assert [(at - slot.ctypes.data, n, node) for at, n, node in touched] == [
+        (128, 3 * 4096, 0),
+        (128 + 3 * 4096, 3 * 4096, 1),
+        (128 + 6 * 4096, 3 * 256, 0),
+        (128 + 6 * 4096 + 3 * 256, 3 * 256, 1),
+        (40_000, 4 * 200, 0),
+        (40_000 + 4 * 200, 5 * 200, 1),
     ]
     assert slot_placer(plan_threads(ComputeSettings(), PLAIN), RECORD) is None
 

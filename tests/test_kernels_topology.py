@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +85,29 @@ def test_a_broken_list_is_refused(text):
         parse_list(text)
 
 
-def test_placing_memory_says_whether_it_could():
-    array = np.zeros(1 << 20, np.uint8)
-    assert isinstance(kernels.place_memory(array, [0]), bool)
-    assert kernels.place_memory(array[:10], [0]) is False  # not one whole page
-    with pytest.raises(ValueError, match="nodes"):
-        kernels.place_memory(array, [4096])
-    with pytest.raises(ValueError, match="nodes"):
-        kernels.place_memory(array, [])
+def test_touching_memory_keeps_what_it_holds_and_says_whether_it_could():
+    array = np.arange(1 << 20, dtype=np.uint32)
+    assert isinstance(kernels.touch_memory(array, 0), bool)
+    assert kernels.touch_memory(array, 1000) is False  # no machine of ours has such a node
+    assert kernels.touch_memory(array[:10], 0) is False  # not one whole page
+    assert np.array_equal(array, np.arange(1 << 20, dtype=np.uint32))
+    with pytest.raises(ValueError, match="node"):
+        kernels.touch_memory(array, 4096)
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="writeable"):
+        kernels.touch_memory(array, 0)
+
+
+def test_touching_many_pieces_makes_no_mappings_and_gives_them_memory():
+    """A cache is thousands of slots of a dozen pieces; the kernel allows a process 65,530 mappings."""
+    pages = 4096
+    room = mmap.mmap(-1, pages * 4096)
+    array = np.frombuffer(room, np.uint8)
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    touched = [kernels.touch_memory(array[i * 4096 : (i + 1) * 4096], 0) for i in range(0, pages, 2)]
+    assert mappings() - before < 16
+    assert len(set(touched)) == 1

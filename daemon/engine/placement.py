@@ -1,8 +1,8 @@
 """Which CPU computes what, and which memory node holds what it reads.
 
-Owns the choice of threads, CPUs and homes from the settings and the machine's topology, and binding the expert cache's
-slots to nodes. On one node there is nothing to bind. Nothing here changes a bit of any result: homes only say which
-rows a thread takes first.
+Owns the choice of threads, CPUs and homes from the settings and the machine's topology, and laying the expert cache's
+slots over the nodes. On one node there is nothing to lay. Nothing here changes a bit of any result: homes only say
+which rows a thread takes first.
 
 On several nodes every matrix of an expert is shared out by rows: node k of n holds the k-th n-th of them and its
 threads take these rows first. So all nodes work on every expert, whichever the router picks, and read their own memory.
@@ -96,8 +96,8 @@ def row_shares(record: ExpertRecord, shares: int) -> Iterator[tuple[int, int, in
 
 
 def slot_placer(plan: ThreadPlan, record: ExpertRecord) -> Callable[[memoryview], None] | None:
-    """What binds a new slot's memory to the nodes of the plan, or None on one node. Where the system refuses, memory
-    stays where it was first touched: slower, nothing else."""
+    """What gives a new slot its memory on the nodes of the plan, or None on one node. Where the system refuses, its
+    memory lies wherever it is touched next: slower, nothing else."""
     if not plan.homes:
         return None
     shares = list(row_shares(record, len(plan.nodes)))
@@ -105,7 +105,7 @@ def slot_placer(plan: ThreadPlan, record: ExpertRecord) -> Callable[[memoryview]
     def place(slot: memoryview) -> None:
         memory = np.frombuffer(slot, np.uint8)
         for begin, end, share in shares:
-            kernels.place_memory(memory[begin:end], [plan.nodes[share]])
+            kernels.touch_memory(memory[begin:end], plan.nodes[share])
 
     return place
 

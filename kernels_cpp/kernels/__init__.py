@@ -47,7 +47,6 @@ from ._native import (
     matmul_int8,
     mla_attention,
     mxfp4_scales_valid,
-    place_memory,
     read_memory,
     rmsnorm,
     route,
@@ -60,6 +59,7 @@ from ._native import (
     softplus,
     tanh,
     thread_count,
+    touch_memory,
     wake_seconds,
     widen,
 )
@@ -119,7 +119,6 @@ __all__ = [
     "mla_attention",
     "mxfp4_scales_valid",
     "physical_cores",
-    "place_memory",
     "read_memory",
     "rmsnorm",
     "route",
@@ -132,6 +131,7 @@ __all__ = [
     "softplus",
     "tanh",
     "thread_count",
+    "touch_memory",
     "wake_seconds",
     "widen",
 ]

@@ -162,8 +162,11 @@ def wake_seconds() -> float:
 def read_memory(array: NDArray[Any]) -> int:
     """The exclusive or of all whole 64-byte lines, read by all threads: the memory rate to compare kernels with."""
 
-def place_memory(array: NDArray[Any], nodes: Sequence[int], interleave: bool = False) -> bool:
-    """Binds the whole pages of the array to NUMA nodes, or spreads them; False where the system does not do it."""
+def touch_memory(array: NDArray[Any], node: int) -> bool:
+    """Gives the array's whole pages their memory now, on a NUMA node as long as that has some; contents stay.
+
+    False, and nothing is touched, where the system knows no such node or call or no page lies wholly inside.
+    """
 
 def thread_count() -> int:
     """Threads in use, the caller included."""

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/numpy.h>
 
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -208,6 +209,7 @@ void experts(const py::object& x_, const py::list& weights, const py::list& rows
   Activation act = activation(act_);
   apart(slots.a, "slots", x.a, "x");
   std::vector<driver::ExpertJob> jobs;
+  std::vector<py::object> held;  // whatever becomes of the lists while the GIL is released
   const ExpertWeights* first = nullptr;
   for (size_t i = 0; i < weights.size(); ++i) {
     if (!py::isinstance<ExpertWeights>(weights[i])) refuse("weights: not a list of ExpertWeights");
@@ -223,8 +225,9 @@ void experts(const py::object& x_, const py::list& weights, const py::list& rows
     py::array ids = indexes(ids_[i], "slot_ids", rows.shape(0), slots.a.shape(0));
     jobs.push_back({w.w1.m, w.w3.m, w.w2.m, static_cast<const int32_t*>(rows.data()),
                     static_cast<const int32_t*>(ids.data()), rows.shape(0)});
+    held.insert(held.end(), {py::reinterpret_borrow<py::object>(weights[i]), rows, ids});
   }
-  py::gil_scoped_release release;  // the lists hold the arrays
+  py::gil_scoped_release release;
   driver::experts(x.p, jobs, act, slots.p, int8);
 }
 
@@ -520,24 +523,31 @@ uint64_t read_memory(const py::object& array_) {
   return driver::read_memory(p, n);
 }
 
-// mbind(2) by number: no libnuma is needed, and a kernel or container without it only means "not placed".
-bool place_memory(const py::object& array_, const std::vector<int64_t>& nodes, bool interleave) {
+// set_mempolicy(2) by number: no libnuma is needed, and a kernel or container without it only means "not touched".
+// First touch under a thread's policy and not mbind: a policy of a range splits the mapping, and a cache of thousands
+// of slots, each dealt to nodes matrix by matrix, would pass the kernel's limit of mappings.
+bool touch_memory(const py::object& array_, int64_t node) {
   if (!py::isinstance<py::array>(array_)) refuse("array: not a numpy array");
   py::array a = py::reinterpret_borrow<py::array>(array_);
   if (!(a.flags() & py::array::c_style)) refuse("array: not C-contiguous");
+  if (!a.writeable()) refuse("array: not writeable");
   constexpr int64_t kNodes = 1024, kBits = 8 * sizeof(unsigned long);
-  unsigned long mask[kNodes / kBits] = {};
-  if (nodes.empty()) refuse("nodes: empty");
-  for (int64_t n : nodes) {
-    if (n < 0 || n >= kNodes) refuse("nodes: " + std::to_string(n) + " is outside 0..1023");
-    mask[n / kBits] |= 1ul << (n % kBits);
-  }
+  constexpr int kPreferred = 1, kPopulateWrite = 23;
+  if (node < 0 || node >= kNodes) refuse("node: " + std::to_string(node) + " is outside 0..1023");
+  unsigned long mask[kNodes / kBits] = {}, before[kNodes / kBits] = {};
+  mask[node / kBits] = 1ul << (node % kBits);
   uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(a.data());
   uintptr_t first = (begin + page - 1) / page * page, last = (begin + uintptr_t(a.nbytes())) / page * page;
   if (last <= first) return false;
-  constexpr int kBind = 2, kInterleave = 3, kMove = 2;
   py::gil_scoped_release release;
-  return syscall(SYS_mbind, first, last - first, interleave ? kInterleave : kBind, mask, kNodes + 1, kMove) == 0;
+  int mode = 0;
+  if (syscall(SYS_get_mempolicy, &mode, before, kNodes + 1, nullptr, 0) != 0) return false;
+  if (syscall(SYS_set_mempolicy, kPreferred, mask, kNodes + 1) != 0) return false;
+  if (madvise(reinterpret_cast<void*>(first), last - first, kPopulateWrite) != 0)  // Linux before 5.14
+    for (uintptr_t at = first; at < last; at += page)
+      __atomic_fetch_or(reinterpret_cast<unsigned char*>(at), 0, __ATOMIC_RELAXED);
+  syscall(SYS_set_mempolicy, mode, before, kNodes + 1);
+  return true;
 }
 
 }  // namespace
@@ -589,7 +599,7 @@ PYBIND11_MODULE(_native, m) {
     py::gil_scoped_release release;
     return driver::wake_seconds();
   });
-  m.def("place_memory", &place_memory, py::arg("array"), py::arg("nodes"), py::arg("interleave") = false);
+  m.def("touch_memory", &touch_memory, py::arg("array"), py::arg("node"));
   m.def("thread_count", [] { return Pool::instance().size(); });
   m.def("scratch_bytes", [] {
     py::gil_scoped_release release;

@@ -184,9 +184,7 @@ class Network:
         self.params: dict[str, Tensor] = {}
         self.bias: dict[int, Tensor] = {}  # router correction: set by balancing, never by a gradient
         self.loads: dict[int, Tensor] = {}  # how often each expert was chosen in the last forward pass
-        self.closest_choice = (
-            math.inf
-        )  # in the last reference pass: least distance of a chosen score from the next best
+        self.closest_choice = math.inf  # least distance of a chosen score from the best other, in the last reference
         self._initialise(generator)
 
     def _initialise(self, generator: torch.Generator) -> None:
